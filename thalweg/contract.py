@@ -47,15 +47,12 @@ def expect(
     """
     if tensor is None and optional:
         return
-    sizes = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-    kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    wanted = f"{names + ' = ' if names else ''}{sizes} {kinds} on {device}"
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != len(shape):
-        refuse(op, argument, wanted, _describe(tensor))
-    if any(size is not None and size != have for size, have in zip(shape, tensor.shape)):
-        refuse(op, argument, wanted, _describe(tensor))
-    if tensor.dtype not in dtypes or tensor.device != device:
-        refuse(op, argument, wanted, _describe(tensor))
+    fits = isinstance(tensor, torch.Tensor) and tensor.dim() == len(shape)
+    fits = fits and all(size is None or size == have for size, have in zip(shape, tensor.shape))
+    if not fits or tensor.dtype not in dtypes or tensor.device != device:
+        sizes = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+        kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        refuse(op, argument, f"{names + ' = ' if names else ''}{sizes} {kinds} on {device}", _describe(tensor))
     if unit_stride and tensor.numel() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         refuse(op, argument, "contiguous in its last dimension", f"strides {tuple(tensor.stride())}")
 
