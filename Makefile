@@ -1,0 +1,60 @@
+# Every command there is; each sets up what it needs.
+#
+#   make demo                       writes text with the model that ships with the package
+#   make test                       the whole test suite, no GPU needed
+#   make demo PYTHON=python3 VENV=  uses that Python as it is (torch and the rest installed already) and installs nothing
+#
+# PYTHON       the interpreter that makes the environment, 3.10 or newer
+# VENV         the environment's folder; empty: none is made
+# CONSTRAINTS  pinned versions; empty: the newest that pyproject.toml allows (the default where a GPU driver is found)
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints-cpu.txt)
+PROMPT ?= def read_config(path):
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+else
+RUN := $(VENV)/bin/python
+BASE := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+BENCH := $(VENV)/.installed-bench
+endif
+
+.PHONY: help demo test test-gpu bench lint
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(BASE)
+	@$(RUN) -m thalweg generate "$(PROMPT)" $(ARGS)
+
+test: $(DEV)
+	@$(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))') $(ARGS)
+
+test-gpu: $(DEV)
+	@$(RUN) -m pytest -q -m gpu $(ARGS)
+
+bench: $(BENCH)
+	@$(RUN) -m thalweg bench $(ARGS)
+
+lint: $(DEV)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+# The pinned versions first; where this machine cannot have them, whatever pyproject.toml allows.
+PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
+define install
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once; the output is in $(VENV)/install.log)"
+	@$(if $(CONSTRAINTS),$(PIP) -c $(CONSTRAINTS) -e '.$(1)' 2>$(VENV)/install.log || )$(PIP) -e '.$(1)'
+	@touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml $(wildcard constraints-cpu.txt)
+	$(call install)
+$(VENV)/.installed-dev: pyproject.toml $(wildcard constraints-cpu.txt)
+	$(call install,[dev])
+$(VENV)/.installed-bench: pyproject.toml $(wildcard constraints-cpu.txt)
+	$(call install,[bench])
