@@ -1,0 +1,412 @@
+"""KDA, the public ops: what each takes, writes and refuses. The formulas are in `reference`, in the same names.
+
+Common to all. Activations are bfloat16, float16 or float32, with any strides. State is a pool `[slots, HV, V, K]`, K
+last, float32 or bfloat16, read and advanced in place in float32 and rounded once when it is stored. Index tensors are
+int32 or int64 on the tensors' device, with any strides, and never trusted: `cu_seqlens [N + 1]` is clipped to [0, T]
+and read as non-decreasing; tokens no sequence covers get zero outputs and spread nothing; an empty sequence touches
+nothing at all. `read_slots` and `write_slots` name each row's pool entry before and after (one list: in place); a slot
+that is negative, at or past the pool, or equal to `null_slot` makes its row padding: nothing read, nothing written,
+outputs zero. A slot that one row writes must not be read or written by another row of the call.
+
+`impl` names an implementation, which then runs or raises; None takes the first that can. `check=True` (None: the
+environment variable THALWEG_CHECK) reads the index tensors on the host and raises on every value that would have been
+clipped, on slots past the pool and on slots shared against the rule above. Bad arguments raise ValueError, as
+`op: argument must be WANTED, got GOT`, before anything runs. No gradient is recorded.
+
+Bits. A row's results do not depend on the other rows of the call, nor on when it runs; in `kda_prefill` and `kda_conv`
+also not on cuts at multiples of 64 tokens (the state carried in a float32 pool).
+"""
+
+import torch
+
+from thalweg.contract import ACTIVATIONS, INDEX, STATES, checking, expect, refuse
+from thalweg.kda import library
+from thalweg.kda.library import IMPLS as IMPLS
+from thalweg.kda.reference import CHUNK
+
+GATES = ("given", "soft", "bounded")
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+FLOAT = (torch.float32,)
+BOOL = (torch.bool,)
+
+
+def solve_unit_lower(
+    lower: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "ieee",
+    workspace_bytes: int | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Inverses of unit lower triangular blocks: (I + strict_lower(block))^-1.
+
+    lower: packed `[1, T, H, C]` with cu_seqlens, or dense `[B, T, H, C]` without; C is 16, 32 or 64. Each sequence (or
+    batch row) is cut in blocks of C tokens from its start; row t of its block is `lower[b, t, h, :]`. The strictly
+    lower part is read, the diagonal taken as one, the upper part ignored (it may hold NaN).
+    out: same shape, dtype out_dtype (any activation dtype; default lower's). A last block of n < C rows has its n x n
+    inverse in columns 0..n-1 and zeros right of it. Tokens no sequence covers: zeros.
+    precision: "ieee", "tf32x3" or "tf32" products; the least an implementation may use. workspace_bytes: how much
+    float32 workspace it may take, by default the size of lower in float32; 0 always works.
+
+    Example: C = 16, cu_seqlens [0, 20] holds two blocks: tokens 0..15, and tokens 16..19 with 4 x 4 of its columns.
+    Source: the UT transform of Kimi Linear (arXiv 2510.26692), section on the chunkwise form.
+    """
+    op = "solve_unit_lower"
+    expect(op, "lower", lower, (None, None, None, None), ACTIVATIONS, lower.device, names="[B, T, H, C]")
+    if lower.shape[3] not in (16, 32, 64):
+        refuse(op, "lower", "[B, T, H, C] with C 16, 32 or 64", list(lower.shape))
+    if cu_seqlens is not None:
+        expect(op, "cu_seqlens", cu_seqlens, (None,), INDEX, lower.device, names="[N + 1]")
+        if lower.shape[0] != 1:
+            refuse(op, "lower", "[1, T, H, C] where cu_seqlens is given", list(lower.shape))
+    if precision not in PRECISIONS:
+        refuse(op, "precision", "one of " + ", ".join(PRECISIONS), precision)
+    if workspace_bytes is not None and workspace_bytes < 0:
+        refuse(op, "workspace_bytes", "at least 0", workspace_bytes)
+    if out is None:
+        out = torch.empty(lower.shape, dtype=out_dtype or lower.dtype, device=lower.device)
+    expect(op, "out", out, tuple(lower.shape), (out_dtype,) if out_dtype else ACTIVATIONS, lower.device)
+    if out.dtype not in ACTIVATIONS:
+        refuse(op, "out_dtype", "bfloat16, float16 or float32", out_dtype)
+    library.solve_unit_lower(lower, cu_seqlens, precision, workspace_bytes, out, impl=impl, check=checking(check))
+    return out
+
+
+def kda_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    fresh: torch.Tensor | None = None,
+    null_slot: int | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Causal depthwise convolution of packed tokens with SiLU, continuing each sequence from its last inputs.
+
+    x `[T, C]`; weight `[C, W]`, W from 2 to 8, tap W-1 meets the current token; bias `[C]`; cu_seqlens `[N + 1]`.
+    conv_state: pool `[slots, C, W-1]` of x's dtype or float32, mutated: the last W-1 raw inputs, oldest first, never
+    the convolved value. Any strides: a time-major pool `[slots, W-1, C]` is passed transposed.
+    read_slots, write_slots `[N]`; fresh `[N]` bool: where true the history is zeros, the read slot is not looked at,
+    and the write slot alone decides on padding. A sequence shorter than W-1 keeps the newest of the old history.
+    out `[T, C]` of x's dtype.
+
+    Example, W = 4: slot 2 holds [a, b, c]; x = [d, e] read from 2 and written to 6 leaves [c, d, e] in slot 6 and slot
+    2 as it was.
+    """
+    op, device = "kda_conv", x.device
+    expect(op, "x", x, (None, None), ACTIVATIONS, device, names="[T, C]")
+    C = x.shape[1]
+    _expect_conv(op, C, x, weight, bias, "weight", "bias", conv_state)
+    N = _expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
+    expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
+    expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    expect(op, "out", out, tuple(x.shape), (x.dtype,), device, names="[T, C]")
+    write_slots = read_slots if write_slots is None else write_slots
+    library.kda_conv(
+        x, weight, cu_seqlens, conv_state, read_slots, write_slots, bias, fresh, null_slot, out, impl=impl,
+        check=checking(check),
+    )  # fmt: skip
+    return out
+
+
+def kda_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_raw: torch.Tensor,
+    beta_logits: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor | None = None,
+    *,
+    gate: str = "bounded",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    allow_neg_eigval: bool = False,
+    qk_l2norm: bool = True,
+    fresh: torch.Tensor | None = None,
+    checkpoint_slots: torch.Tensor | None = None,
+    checkpoint_every: int = 0,
+    null_slot: int | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """KDA over packed sequences, each continued from its state, which is advanced in place.
+
+    q, k `[T, H, K]`; v `[T, HV, V]`, HV a multiple of H: value head h uses query and key head h // (HV // H).
+    g_raw `[T, HV, K]`: raw gate, natural log once activated; beta_logits `[T, HV]`: logits, sigmoid is taken here.
+    gate: "given" (g_raw is the log decay, at most 0), "soft" (-exp(A_log) softplus(g_raw + dt_bias)) or "bounded"
+    (lower_bound sigmoid(exp(A_log) (g_raw + dt_bias))); A_log `[HV]` and dt_bias `[HV, K]` float32, absent means 0.
+    scale: K^-0.5 by default. allow_neg_eigval doubles beta. qk_l2norm: x / sqrt(sum x^2 + 1e-6) of q and k here.
+    state: pool `[slots, HV, V, K]`, mutated. read_slots, write_slots `[N]`. fresh `[N]` bool: where true the state is
+    zeros, the read slot is not looked at, and the write slot alone decides on padding.
+    checkpoint_slots `[N, M]` with checkpoint_every, a multiple of 64: the state after (j + 1) * checkpoint_every tokens
+    of this call's part of sequence i goes to slot [i, j] of the pool too; bad slots and states not reached are skipped.
+    out `[T, HV, V]` of v's dtype.
+
+    Per token: S <- S exp(g); S <- S + beta (v - S k) k^T; o = scale S q, read after the write.
+    Example: cu_seqlens [0, 3, 3, 70], read_slots [5, 1, 0], write_slots [5, 2, -1]: tokens 0..2 advance slot 5; the
+    empty sequence leaves slots 1 and 2 alone; tokens 3..69 are padding, zero in out.
+    Source: Kimi Linear (arXiv 2510.26692); the bounded gate is Kimi K3's.
+    """
+    op, device = "kda_prefill", q.device
+    expect(op, "q", q, (None, None, None), ACTIVATIONS, device, names="[T, H, K]")
+    T, H, K = q.shape
+    expect(op, "k", k, (T, H, K), ACTIVATIONS, device, names="[T, H, K]")
+    expect(op, "v", v, (T, None, None), ACTIVATIONS, device, names="[T, HV, V]")
+    _, HV, V = v.shape
+    if HV % max(H, 1) or HV < H:
+        refuse(op, "v", f"[T, HV, V] with HV a multiple of H = {H}", list(v.shape))
+    expect(op, "g_raw", g_raw, (T, HV, K), ACTIVATIONS, device, names="[T, HV, K]")
+    expect(op, "beta_logits", beta_logits, (T, HV), ACTIVATIONS, device, names="[T, HV]")
+    expect(op, "state", state, (None, HV, V, K), STATES, device, names="[slots, HV, V, K]")
+    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    N = _expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
+    expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
+    expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
+    expect(op, "checkpoint_slots", checkpoint_slots, (N, None), INDEX, device, names="[N, M]", optional=True)
+    if checkpoint_every % CHUNK or (checkpoint_every > 0) != (checkpoint_slots is not None):
+        refuse(op, "checkpoint_every", f"a multiple of {CHUNK} with checkpoint_slots, else 0", checkpoint_every)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=device)
+    expect(op, "out", out, (T, HV, V), (v.dtype,), device, names="[T, HV, V]")
+    write_slots = read_slots if write_slots is None else write_slots
+    library.kda_prefill(
+        q, k, v, g_raw, beta_logits, cu_seqlens, state, read_slots, write_slots, gate, A_log, dt_bias, lower_bound,
+        K**-0.5 if scale is None else scale, allow_neg_eigval, qk_l2norm, fresh, checkpoint_slots, checkpoint_every,
+        null_slot, out, impl=impl, check=checking(check),
+    )  # fmt: skip
+    return out
+
+
+def kda_decode(
+    qkv: torch.Tensor,
+    g_raw: torch.Tensor,
+    beta_logits: torch.Tensor,
+    out_gate: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    conv_bias: torch.Tensor | None = None,
+    gate: str = "bounded",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    allow_neg_eigval: bool = False,
+    null_slot: int | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """One token a row through the whole KDA layer core: conv, SiLU, norms, gate, recurrence, gated RMSNorm.
+
+    qkv `[B, C]`, C = 2 H K + HV V: the packed projections q | k | v, before the convolution (H follows from C).
+    g_raw `[B, HV, K]`, beta_logits `[B, HV]`, gate, A_log, dt_bias, lower_bound, scale, allow_neg_eigval: as in
+    `kda_prefill`; q and k are always L2-normalised. conv_weight `[C, W]`, conv_bias `[C]`, conv_state
+    `[slots, C, W-1]`: as in `kda_conv`, mutated. state `[slots, HV, V, K]`, mutated. The slots `[B]` address both pools.
+    out_gate `[B, HV, V]`, norm_weight `[V]`, norm_eps: the gated norm of `gated_rms_norm`.
+    out `[B, HV, V]` of qkv's dtype. Nothing between qkv and out is rounded below float32.
+
+    Example: read_slots [3, -1] advances slot 3 of both pools by row 0; row 1 is padding and its outputs are zero.
+    """
+    op, device = "kda_decode", qkv.device
+    expect(op, "qkv", qkv, (None, None), ACTIVATIONS, device, names="[B, C]")
+    lead = (qkv.shape[0],)
+    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    HV, V, K = state.shape[1:]
+    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    _expect_rows(op, lead[0], read_slots, write_slots, device)
+    out = _norm_and_out(op, lead, qkv, out_gate, norm_weight, HV, V, out)
+    write_slots = read_slots if write_slots is None else write_slots
+    library.kda_decode(
+        qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots,
+        norm_weight, norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale,
+        allow_neg_eigval, null_slot, out, impl=impl, check=checking(check),
+    )  # fmt: skip
+    return out
+
+
+def kda_verify(
+    qkv: torch.Tensor,
+    g_raw: torch.Tensor,
+    beta_logits: torch.Tensor,
+    out_gate: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    conv_bias: torch.Tensor | None = None,
+    gate: str = "bounded",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    allow_neg_eigval: bool = False,
+    null_slot: int | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """`kda_decode` of S draft tokens a row, 1 to 8, with both pools left as they are.
+
+    qkv `[B, S, C]`, g_raw `[B, S, HV, K]`, beta_logits `[B, S, HV]`, out_gate `[B, S, HV, V]`, out `[B, S, HV, V]`;
+    everything else as in `kda_decode`. Equal to S calls of it on a copy of the pools: with a bfloat16 pool the state
+    is rounded after every token, as it would be in the pool. `kda_commit` then keeps the accepted tokens.
+    """
+    op, device = "kda_verify", qkv.device
+    lead = _expect_drafts(op, qkv)
+    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    HV, V, K = state.shape[1:]
+    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    _expect_rows(op, lead[0], read_slots, None, device)
+    out = _norm_and_out(op, lead, qkv, out_gate, norm_weight, HV, V, out)
+    library.kda_verify(
+        qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, norm_weight,
+        norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale, allow_neg_eigval, null_slot,
+        out, impl=impl, check=checking(check),
+    )  # fmt: skip
+    return out
+
+
+def kda_commit(
+    qkv: torch.Tensor,
+    g_raw: torch.Tensor,
+    beta_logits: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    accepted: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor | None = None,
+    *,
+    conv_bias: torch.Tensor | None = None,
+    gate: str = "bounded",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    allow_neg_eigval: bool = False,
+    null_slot: int | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> None:
+    """Advances both pools by the first accepted[b] of the S tokens that `kda_verify` was given; returns nothing.
+
+    accepted `[B]` int32 or int64 on the device, clipped to [0, S]; where it is 0 nothing is written. All else as in
+    `kda_verify`. The pools are then bitwise what accepted[b] calls of `kda_decode` leave.
+    """
+    op, device = "kda_commit", qkv.device
+    lead = _expect_drafts(op, qkv)
+    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    _expect_gate(op, gate, A_log, dt_bias, lower_bound, state.shape[1], state.shape[3], device)
+    _expect_rows(op, lead[0], read_slots, write_slots, device)
+    expect(op, "accepted", accepted, (lead[0],), INDEX, device, names="[B]")
+    write_slots = read_slots if write_slots is None else write_slots
+    library.kda_commit(
+        qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state, accepted, read_slots, write_slots, gate,
+        A_log, dt_bias, lower_bound, allow_neg_eigval, null_slot, impl=impl, check=checking(check),
+    )  # fmt: skip
+
+
+def gated_rms_norm(
+    o: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """o / sqrt(mean o^2 + eps) * weight * sigmoid(gate) over the last dimension; eps is added to the mean.
+
+    o, gate `[..., V]` of one shape; weight `[V]` (not 1 + w); eps a number; out `[..., V]` of gate's dtype.
+    """
+    op, device = "gated_rms_norm", o.device
+    expect(op, "o", o, (None,) * max(1, o.dim()), ACTIVATIONS, device, names="[..., V]")
+    expect(op, "gate", gate, tuple(o.shape), ACTIVATIONS, device, names="[..., V]")
+    expect(op, "weight", weight, (o.shape[-1],), ACTIVATIONS, device, names="[V]")
+    if out is None:
+        out = torch.empty(o.shape, dtype=gate.dtype, device=device)
+    expect(op, "out", out, tuple(o.shape), (gate.dtype,), device, names="[..., V]")
+    library.gated_rms_norm(o, gate, weight, eps, out, impl=impl, check=checking(check))
+    return out
+
+
+def _expect_rows(op: str, N: int, read_slots, write_slots, device) -> int:
+    expect(op, "read_slots", read_slots, (N,), INDEX, device, names="one a row")
+    expect(op, "write_slots", write_slots, (N,), INDEX, device, names="one a row", optional=True)
+    return N
+
+
+def _expect_conv(op: str, C: int, x, weight, bias, weight_name: str, bias_name: str, conv_state) -> None:
+    expect(op, weight_name, weight, (C, None), ACTIVATIONS, x.device, names="[C, W]")
+    if not 2 <= weight.shape[1] <= 8:
+        refuse(op, weight_name, "[C, W] with W from 2 to 8", list(weight.shape))
+    expect(op, bias_name, bias, (C,), ACTIVATIONS, x.device, names="[C]", optional=True)
+    kinds = (x.dtype, torch.float32)
+    expect(op, "conv_state", conv_state, (None, C, weight.shape[1] - 1), kinds, x.device, names="[slots, C, W - 1]")
+
+
+def _expect_gate(op: str, gate: str, A_log, dt_bias, lower_bound: float, HV: int, K: int, device) -> None:
+    if gate not in GATES:
+        refuse(op, "gate", "one of " + ", ".join(GATES), gate)
+    if gate == "given" and (A_log is not None or dt_bias is not None):
+        refuse(op, "A_log and dt_bias", "None where gate is given", "a tensor")
+    if not lower_bound < 0:
+        refuse(op, "lower_bound", "negative", lower_bound)
+    expect(op, "A_log", A_log, (HV,), FLOAT, device, names="[HV]", optional=True)
+    expect(op, "dt_bias", dt_bias, (HV, K), FLOAT, device, names="[HV, K]", optional=True)
+
+
+def _expect_drafts(op: str, qkv: torch.Tensor) -> tuple[int, int]:
+    expect(op, "qkv", qkv, (None, None, None), ACTIVATIONS, qkv.device, names="[B, S, C]")
+    if not 1 <= qkv.shape[1] <= 8:
+        refuse(op, "qkv", "[B, S, C] with S from 1 to 8", list(qkv.shape))
+    return qkv.shape[0], qkv.shape[1]
+
+
+def _expect_tokens(op: str, lead: tuple, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state) -> None:
+    """The arguments kda_decode, kda_verify and kda_commit share; lead is [B] or [B, S]."""
+    device, C = qkv.device, qkv.shape[-1]
+    expect(op, "state", state, (None, None, None, None), STATES, device, names="[slots, HV, V, K]")
+    _, HV, V, K = state.shape
+    H, rest = divmod(C - HV * V, 2 * K)
+    if rest or H < 1 or HV % H:
+        wanted = f"C = 2 H K + HV V wide with HV a multiple of H (HV, V, K = {HV}, {V}, {K} from state)"
+        refuse(op, "qkv", wanted, f"C = {C}")
+    expect(op, "g_raw", g_raw, (*lead, HV, K), ACTIVATIONS, device, names="[.., HV, K]")
+    expect(op, "beta_logits", beta_logits, (*lead, HV), ACTIVATIONS, device, names="[.., HV]")
+    _expect_conv(op, C, qkv, conv_weight, conv_bias, "conv_weight", "conv_bias", conv_state)
+
+
+def _norm_and_out(op: str, lead: tuple, qkv, out_gate, norm_weight, HV: int, V: int, out) -> torch.Tensor:
+    expect(op, "out_gate", out_gate, (*lead, HV, V), ACTIVATIONS, qkv.device, names="[.., HV, V]")
+    expect(op, "norm_weight", norm_weight, (V,), ACTIVATIONS, qkv.device, names="[V]")
+    if out is None:
+        out = torch.empty((*lead, HV, V), dtype=qkv.dtype, device=qkv.device)
+    expect(op, "out", out, (*lead, HV, V), (qkv.dtype,), qkv.device, names="[.., HV, V]")
+    return out

@@ -1,0 +1,135 @@
+"""Registration of the KDA ops with `torch.library`: each op's schema, its implementations, its host-side value checks.
+
+The public functions, with the contract, are in `api`; they validate shapes and dtypes, allocate `out` and call these.
+"""
+
+import torch
+
+from thalweg import contract, dispatch
+from thalweg.kda import reference_ops
+
+
+def _reference(run) -> tuple[dispatch.Impl, ...]:
+    note = "plain torch, exact float32 arithmetic, any device"
+    return (dispatch.Impl("reference", note, lambda call: None, run),)
+
+
+# Fastest first, the portable last resort last.
+IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
+    "solve_unit_lower": _reference(reference_ops.solve_unit_lower),
+    "kda_conv": _reference(reference_ops.conv),
+    "kda_prefill": _reference(reference_ops.prefill),
+    "kda_decode": _reference(reference_ops.decode),
+    "kda_verify": _reference(reference_ops.verify),
+    "kda_commit": _reference(reference_ops.commit),
+    "gated_rms_norm": _reference(reference_ops.gated_rms_norm),
+}
+
+
+def _check_slots(op, read_slots, write_slots, fresh, pool: int, null_slot: int | None) -> list:
+    """Slots in range, one writer a slot, and no row reads what another row of the call writes."""
+    contract.index_values(op, "read_slots", read_slots, pool, null_slot)
+    contract.index_values(op, "write_slots", write_slots, pool, null_slot)
+    live = reference_ops.rows(read_slots, write_slots, fresh, pool, null_slot)
+    contract.unique_writes(op, "write_slots", torch.tensor([-1 if row is None else row[1] for row in live]), pool, None)
+    writer = {row[1]: i for i, row in enumerate(live) if row is not None}
+    mixed = sorted({row[0] for i, row in enumerate(live) if row is not None and writer.get(row[0], i) != i})
+    if mixed:
+        contract.refuse(op, "read_slots", "slots that no other row of the call writes", mixed[:8])
+    return live
+
+
+def _check_solve(lower, cu_seqlens, **_) -> None:
+    if cu_seqlens is not None:
+        contract.offset_values("solve_unit_lower", cu_seqlens, lower.shape[1])
+
+
+def _check_conv(x, cu_seqlens, conv_state, read_slots, write_slots, fresh, null_slot, **_) -> None:
+    contract.offset_values("kda_conv", cu_seqlens, x.shape[0])
+    _check_slots("kda_conv", read_slots, write_slots, fresh, conv_state.shape[0], null_slot)
+
+
+def _check_prefill(
+    q, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, checkpoint_every, null_slot, **_
+) -> None:
+    op, pool = "kda_prefill", state.shape[0]
+    contract.offset_values(op, cu_seqlens, q.shape[0])
+    live = _check_slots(op, read_slots, write_slots, fresh, pool, null_slot)
+    if checkpoint_slots is None:
+        return
+    contract.index_values(op, "checkpoint_slots", checkpoint_slots, pool, null_slot)
+    bounds, marks = contract.offsets(cu_seqlens, q.shape[0]), []
+    for i, row in enumerate(live):
+        reached = (bounds[i + 1] - bounds[i]) // checkpoint_every
+        marks += [] if row is None else contract.live_slots(checkpoint_slots[i, :reached], pool, null_slot)
+    used = {slot for row in live if row is not None for slot in row}
+    marks = torch.tensor([*marks, *used])
+    contract.unique_writes(op, "checkpoint_slots", marks, pool, None)
+
+
+def _check_decode(conv_state, state, read_slots, write_slots, null_slot, **_) -> None:
+    _check_slots("kda_decode", read_slots, write_slots, None, min(conv_state.shape[0], state.shape[0]), null_slot)
+
+
+def _check_verify(conv_state, state, read_slots, null_slot, **_) -> None:
+    contract.index_values(
+        "kda_verify", "read_slots", read_slots, min(conv_state.shape[0], state.shape[0]), null_slot
+    )
+
+
+def _check_commit(qkv, conv_state, state, accepted, read_slots, write_slots, null_slot, **_) -> None:
+    _check_slots("kda_commit", read_slots, write_slots, None, min(conv_state.shape[0], state.shape[0]), null_slot)
+    counts = accepted.tolist()
+    if any(count < 0 or count > qkv.shape[1] for count in counts):
+        contract.refuse("kda_commit", "accepted", f"counts in [0, {qkv.shape[1]}]", counts)
+
+
+_GATE = "str gate, Tensor? A_log, Tensor? dt_bias, float lower_bound"
+_TOKENS = "Tensor qkv, Tensor g_raw, Tensor beta_logits"
+_END = "*, str? impl=None, bool check=False) -> ()"
+
+solve_unit_lower = dispatch.define(
+    "solve_unit_lower(Tensor lower, Tensor? cu_seqlens, str precision, int? workspace_bytes, Tensor(a!) out, " + _END,
+    IMPLS["solve_unit_lower"],
+    _check_solve,
+)
+kda_conv = dispatch.define(
+    "kda_conv(Tensor x, Tensor weight, Tensor cu_seqlens, Tensor(a!) conv_state, Tensor read_slots, "
+    "Tensor write_slots, Tensor? bias, Tensor? fresh, int? null_slot, Tensor(b!) out, " + _END,
+    IMPLS["kda_conv"],
+    _check_conv,
+)
+kda_prefill = dispatch.define(
+    "kda_prefill(Tensor q, Tensor k, Tensor v, Tensor g_raw, Tensor beta_logits, Tensor cu_seqlens, "
+    f"Tensor(a!) state, Tensor read_slots, Tensor write_slots, {_GATE}, float scale, bool allow_neg_eigval, "
+    "bool qk_l2norm, Tensor? fresh, Tensor? checkpoint_slots, int checkpoint_every, int? null_slot, "
+    "Tensor(b!) out, " + _END,
+    IMPLS["kda_prefill"],
+    _check_prefill,
+)
+kda_decode = dispatch.define(
+    f"kda_decode({_TOKENS}, Tensor out_gate, Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, "
+    "Tensor(b!) state, Tensor read_slots, Tensor write_slots, Tensor norm_weight, float norm_eps, "
+    f"{_GATE}, float scale, bool allow_neg_eigval, int? null_slot, Tensor(c!) out, " + _END,
+    IMPLS["kda_decode"],
+    _check_decode,
+)
+kda_verify = dispatch.define(
+    f"kda_verify({_TOKENS}, Tensor out_gate, Tensor conv_weight, Tensor? conv_bias, Tensor conv_state, "
+    "Tensor state, Tensor read_slots, Tensor norm_weight, float norm_eps, "
+    f"{_GATE}, float scale, bool allow_neg_eigval, int? null_slot, Tensor(a!) out, " + _END,
+    IMPLS["kda_verify"],
+    _check_verify,
+)
+kda_commit = dispatch.define(
+    f"kda_commit({_TOKENS}, Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, "
+    "Tensor(b!) state, Tensor accepted, Tensor read_slots, Tensor write_slots, "
+    f"{_GATE}, bool allow_neg_eigval, int? null_slot, " + _END,
+    IMPLS["kda_commit"],
+    _check_commit,
+)
+gated_rms_norm = dispatch.define(
+    "gated_rms_norm(Tensor o, Tensor gate, Tensor weight, float eps, Tensor(a!) out, " + _END,
+    IMPLS["gated_rms_norm"],
+    lambda **_: None,
+)
