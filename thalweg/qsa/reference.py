@@ -19,7 +19,9 @@ def wide(*tensors: torch.Tensor | None) -> torch.dtype:
 def rope_table(positions: int, rotary_dim: int, theta: float = 1e7, device: object = None) -> torch.Tensor:
     """`[positions, rotary_dim]` float32: cos of rotary_dim/2 frequencies, then their sin."""
     lanes = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
-    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * (1.0 / theta ** (lanes / rotary_dim))
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * (
+        1.0 / theta ** (lanes / rotary_dim)
+    )
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
@@ -131,9 +133,7 @@ def expand_blocks(block_ids: torch.Tensor, positions: torch.Tensor, ratio: int) 
     return torch.cat([tokens, torch.where(tail <= positions[:, None], tail, -1)], -1)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of each row over its own token list: q `[R, Hq, D]`, k, v `[N, Hkv, D]`, tokens `[R, M]` (-1 unused).
 
     Softmax wide; query head h reads KV head h // (Hq/Hkv). Unused entries are never multiplied in (no 0 x NaN); a row

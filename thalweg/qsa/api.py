@@ -1,0 +1,234 @@
+"""The public QSA ops. Every op: shapes and units below, index data never trusted, one error before any launch.
+
+Names: T rows of an append, R rows (queries) of the others, Hi index heads of Di, Hq query heads over Hkv KV heads of D,
+ratio r tokens a block, k blocks selected. Row metadata: `row_request` `[R]` is the row of the page table, `positions`
+`[R]` the token's position (-1 padding), `visible` `[R]` its complete blocks, floor((position + 1) / r) (0 padding).
+Pages: entry i of a request lies at row i % page_size of page `page_table[request, i // page_size]`; -1 is a hole, any
+page size works. Index tensors are int32 or int64 and may be strided; activations bfloat16, float16 or float32 with any
+strides. A request out of range is padding, a page out of range a hole.
+
+Definition: the `qwen4_exp` model (its indexer and attention); ties and NaN are ours: the lower block id wins a tie and
+NaN loses to every number. Rows do not influence one another: a row's result has the same bits alone or in any batch.
+Every op: `impl` names an implementation (no fallback), `check=True` or `THALWEG_CHECK=1` reads index tensors on the
+host and raises ValueError on values that would be ignored; ValueError also for shapes, dtypes, devices and options.
+"""
+
+import torch
+
+from thalweg.contract import checking
+from thalweg.dispatch import Impl, define
+from thalweg.qsa import checks, reference_ops
+
+
+def _reference(run) -> tuple[Impl, ...]:
+    note = "plain torch, exact float32 arithmetic, any device"
+    return (Impl(name="reference", note=note, why_not=lambda call: None, run=run),)
+
+
+IMPLS: dict[str, tuple[Impl, ...]] = {
+    "qsa_append": _reference(reference_ops.append),
+    "qsa_score": _reference(reference_ops.score),
+    "qsa_topk": _reference(reference_ops.topk),
+    "qsa_select": _reference(reference_ops.select),
+    "qsa_attend": _reference(reference_ops.attend),
+}
+
+_append = define(
+    "qsa_append(Tensor index_qk, Tensor q_norm_weight, Tensor k_norm_weight, Tensor rope_table, Tensor positions, "
+    "Tensor row_request, Tensor(a!) raw_ring, Tensor(b!) block_keys, Tensor page_table, Tensor(c!) out, int ratio, "
+    "float eps, Tensor? rope_positions, Tensor(d!)? ring_positions, *, str? impl=None, bool check=False) -> ()",
+    IMPLS["qsa_append"],
+    checks.check_append,
+)
+_score = define(
+    "qsa_score(Tensor index_q, Tensor block_keys, Tensor page_table, Tensor row_request, Tensor visible, "
+    "Tensor(a!) out, SymInt num_blocks, *, str? impl=None, bool check=False) -> ()",
+    IMPLS["qsa_score"],
+    checks.check_score,
+)
+_topk = define(
+    "qsa_topk(Tensor scores, Tensor visible, Tensor(a!) out, SymInt k, *, str? impl=None, bool check=False) -> ()",
+    IMPLS["qsa_topk"],
+    checks.check_topk,
+)
+_select = define(
+    "qsa_select(Tensor index_q, Tensor block_keys, Tensor page_table, Tensor row_request, Tensor visible, "
+    "Tensor(a!) out, SymInt k, int workspace_bytes, *, str? impl=None, bool check=False) -> ()",
+    IMPLS["qsa_select"],
+    checks.check_select,
+)
+_attend = define(
+    "qsa_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor row_request, Tensor positions, "
+    "Tensor block_ids, Tensor(a!) out, int ratio, float scale, Tensor? out_gate, float? k_scale, float? v_scale, *, "
+    "str? impl=None, bool check=False) -> ()",
+    IMPLS["qsa_attend"],
+    checks.check_attend,
+)
+
+
+def qsa_append(
+    index_qk: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    row_request: torch.Tensor,
+    raw_ring: torch.Tensor,
+    block_keys: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    ratio: int = 4,
+    eps: float = 1e-6,
+    rope_positions: torch.Tensor | None = None,
+    ring_positions: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Index queries of new tokens; keeps their raw keys in a ring and writes the block keys that become complete.
+
+    index_qk `[T, (Hi + 1) * Di]`: Hi raw queries, then the raw key. Norm weights `[Di]` (Gemma: 1 + w). rope_table
+    `[P, R]` float32 from `rope_table`; positions past it are clipped. A request's rows are one run of consecutive
+    tokens. raw_ring `[requests, Rn, Di]` (mutated): token p at entry p % Rn, the call's last Rn rows of a request.
+    Rn is at least ratio; up to Rn - ratio + 1 rejected tokens can be written again. block_keys `[pages, page_rows, Di]`
+    (mutated): block b of a request at entry b of its pages, written when token ratio * b + ratio - 1 arrives, from this
+    call's rows or, for tokens of earlier calls, the ring; skipped on a hole. Writing tokens again gives the same bits.
+    rope_positions `[T, 3]` (MRoPE; default: positions on all axes) needs ring_positions `[requests, Rn, 3]` (mutated).
+    Returns queries `[T, Hi, Di]` in block_keys' dtype; padding rows give zeros and write nothing.
+
+    Query: norm, rounded, RoPE, rounded. Block key: raw keys rounded to the ring's dtype, float32 mean over the group,
+    rounded, norm, rounded, RoPE at the group's first token, rounded.
+    """
+    checks.expect_append(
+        index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
+        out, ratio, rope_positions, ring_positions,
+    )  # fmt: skip
+    if out is None:
+        Di = q_norm_weight.shape[0]
+        shape = (index_qk.shape[0], index_qk.shape[1] // Di - 1, Di)
+        out = torch.empty(shape, dtype=block_keys.dtype, device=index_qk.device)
+    _append(
+        index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
+        out, ratio, eps, rope_positions, ring_positions, impl=impl, check=checking(check),
+    )  # fmt: skip
+    return out
+
+
+def qsa_score(
+    index_q: torch.Tensor,
+    block_keys: torch.Tensor,
+    page_table: torch.Tensor,
+    row_request: torch.Tensor,
+    visible: torch.Tensor,
+    num_blocks: int,
+    *,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Block scores `[R, num_blocks]` float32: sum over heads of relu(q_h . key_b), heads added in their order.
+
+    index_q `[R, Hi, Di]`, block_keys `[pages, page_rows, Di]`. -inf at and past a row's `visible` (clipped to
+    [0, num_blocks]), on holes and in padding rows; nothing there reaches a result. Not scaled by 1/sqrt(Di), which
+    cannot change a ranking. A row's scores are the same int32 bits alone, in a pack, in prefill and in decode (promised
+    for 16-bit inputs, whose dots are rounded once; float32 inputs may differ in the last bit on rare occasions).
+    """
+    checks.expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks)
+    if out is None:
+        out = torch.empty((index_q.shape[0], num_blocks), dtype=torch.float32, device=index_q.device)
+    _score(
+        index_q, block_keys, page_table, row_request, visible, out, num_blocks, impl=impl, check=checking(check)
+    )  # fmt: skip
+    return out
+
+
+def qsa_topk(
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    *,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Ids `[R, k]` int32 of each row's k best among its first `visible` scores, ascending; unused entries -1, last.
+
+    scores `[R, N]` float32; visible is clipped to [0, N], and nothing at or past it is selected, whatever it holds.
+    Exact: the lower id wins a tie, -0.0 equals 0.0, -inf is a number, NaN (either sign) loses to every number and is
+    taken only when numbers run out. Worked example, k = 3, visible = 5: scores 1 7 NaN 1 1 give ids 0 1 3.
+    """
+    checks.expect_topk(scores, visible, out, k)
+    if out is None:
+        out = torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
+    _topk(scores, visible, out, k, impl=impl, check=checking(check))
+    return out
+
+
+def qsa_select(
+    index_q: torch.Tensor,
+    block_keys: torch.Tensor,
+    page_table: torch.Tensor,
+    row_request: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    *,
+    workspace_bytes: int = 64 << 20,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Ids `[R, k]` int32 of each row's k best blocks: `qsa_score` then `qsa_topk`, without the score matrix.
+
+    The ids equal those of the two ops (num_blocks the capacity of the page table) for every row whose request is in
+    range; other rows give -1. Rows with at most k visible blocks are not scored, all are selected. workspace_bytes
+    caps what is kept of the score matrix at any context; at least one row's scores are.
+    """
+    checks.expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes)
+    if out is None:
+        out = torch.empty((index_q.shape[0], k), dtype=torch.int32, device=index_q.device)
+    _select(
+        index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes, impl=impl, check=checking(check)
+    )  # fmt: skip
+    return out
+
+
+def qsa_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    row_request: torch.Tensor,
+    positions: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    ratio: int = 4,
+    scale: float | None = None,
+    out_gate: torch.Tensor | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Attention `[R, Hq, D]` in q's dtype of each row over its selected blocks and the tokens of its open block.
+
+    q `[R, Hq, D]`; query head h reads KV head h // (Hq / Hkv). k_cache, v_cache `[pages, page_tokens, Hkv, D]`, any
+    strides (both halves of `[pages, page_tokens, Hkv, 2, D]` work), one dtype: an activation dtype, or float8_e4m3fn
+    with k_scale, v_scale (stored value times scale; None is 1). block_ids `[R, k]`: blocks of ratio tokens, any order,
+    distinct, -1 unused; ids that are not complete at the row's position are ignored. A row at position p attends
+    to tokens ratio * floor((p+1) / ratio) .. p besides, so to none when (p+1) % ratio == 0: then its own block must be
+    selected. Tokens on holes are skipped. Softmax of scale * q . k (scale default D**-0.5) in float32, times
+    sigmoid(out_gate `[R, Hq, D]`) if given, rounded once. A row with nothing to attend to, and padding, gives zeros.
+    No other token is multiplied in, so NaN elsewhere in the pages does no harm.
+    """
+    checks.expect_attend(
+        q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, out_gate, k_scale, v_scale
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend(
+        q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale,
+        v_scale, impl=impl, check=checking(check),
+    )  # fmt: skip
+    return out
