@@ -15,55 +15,111 @@ host and raises ValueError on values that would be ignored; ValueError also for 
 
 import torch
 
-from thalweg.contract import checking
-from thalweg.dispatch import Impl, define
-from thalweg.qsa import checks, reference_ops
+from thalweg.contract import ACTIVATIONS, INDEX, checking, expect, refuse
+from thalweg.qsa import library
+from thalweg.qsa.library import IMPLS as IMPLS
+
+CACHES = (*ACTIVATIONS, torch.float8_e4m3fn)
 
 
-def _reference(run) -> tuple[Impl, ...]:
-    note = "plain torch, exact float32 arithmetic, any device"
-    return (Impl(name="reference", note=note, why_not=lambda call: None, run=run),)
+def _at_least(op: str, argument: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        refuse(op, argument, f"an int, at least {least}", repr(value))
 
 
-IMPLS: dict[str, tuple[Impl, ...]] = {
-    "qsa_append": _reference(reference_ops.append),
-    "qsa_score": _reference(reference_ops.score),
-    "qsa_topk": _reference(reference_ops.topk),
-    "qsa_select": _reference(reference_ops.select),
-    "qsa_attend": _reference(reference_ops.attend),
-}
+def _device(tensor: object) -> object:
+    return getattr(tensor, "device", None)  # a non-tensor is refused, by name, by the first `expect`
 
-_append = define(
-    "qsa_append(Tensor index_qk, Tensor q_norm_weight, Tensor k_norm_weight, Tensor rope_table, Tensor positions, "
-    "Tensor row_request, Tensor(a!) raw_ring, Tensor(b!) block_keys, Tensor page_table, Tensor(c!) out, int ratio, "
-    "float eps, Tensor? rope_positions, Tensor(d!)? ring_positions, *, str? impl=None, bool check=False) -> ()",
-    IMPLS["qsa_append"],
-    checks.check_append,
-)
-_score = define(
-    "qsa_score(Tensor index_q, Tensor block_keys, Tensor page_table, Tensor row_request, Tensor visible, "
-    "Tensor(a!) out, SymInt num_blocks, *, str? impl=None, bool check=False) -> ()",
-    IMPLS["qsa_score"],
-    checks.check_score,
-)
-_topk = define(
-    "qsa_topk(Tensor scores, Tensor visible, Tensor(a!) out, SymInt k, *, str? impl=None, bool check=False) -> ()",
-    IMPLS["qsa_topk"],
-    checks.check_topk,
-)
-_select = define(
-    "qsa_select(Tensor index_q, Tensor block_keys, Tensor page_table, Tensor row_request, Tensor visible, "
-    "Tensor(a!) out, SymInt k, int workspace_bytes, *, str? impl=None, bool check=False) -> ()",
-    IMPLS["qsa_select"],
-    checks.check_select,
-)
-_attend = define(
-    "qsa_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor row_request, Tensor positions, "
-    "Tensor block_ids, Tensor(a!) out, int ratio, float scale, Tensor? out_gate, float? k_scale, float? v_scale, *, "
-    "str? impl=None, bool check=False) -> ()",
-    IMPLS["qsa_attend"],
-    checks.check_attend,
-)
+
+def _expect_rows(op: str, rows: int, device: torch.device, **metadata: torch.Tensor) -> None:
+    for argument, tensor in metadata.items():
+        expect(op, argument, tensor, (rows,), INDEX, device, names="[rows]")
+
+
+def _expect_append(
+    index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table, out,
+    ratio, rope_positions, ring_positions,
+) -> None:  # fmt: skip
+    op, device = "qsa_append", _device(index_qk)
+    expect(op, "index_qk", index_qk, (None, None), ACTIVATIONS, device, names="[T, (Hi + 1) * Di]")
+    expect(op, "q_norm_weight", q_norm_weight, (None,), ACTIVATIONS, device, names="[Di]")
+    T, width, Di = *index_qk.shape, q_norm_weight.shape[0]
+    if Di == 0 or width % Di or width < 2 * Di:
+        refuse(op, "index_qk", f"[T, (Hi + 1) * {Di}] with Hi at least 1", f"{width} columns")
+    expect(op, "k_norm_weight", k_norm_weight, (Di,), ACTIVATIONS, device, names="[Di]")
+    expect(op, "rope_table", rope_table, (None, None), (torch.float32,), device, names="[P, R]")
+    if rope_table.shape[0] == 0 or rope_table.shape[1] % 2 or rope_table.shape[1] > Di:
+        refuse(op, "rope_table", f"[P, R] with P at least 1 and R even, at most {Di}", list(rope_table.shape))
+    _expect_rows(op, T, device, positions=positions, row_request=row_request)
+    _at_least(op, "ratio", ratio, 1)
+    expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
+    expect(op, "raw_ring", raw_ring, (page_table.shape[0], None, Di), ACTIVATIONS, device, names="[requests, Rn, Di]")
+    if raw_ring.shape[1] < ratio:
+        refuse(op, "raw_ring", f"at least ratio = {ratio} entries deep", raw_ring.shape[1])
+    expect(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, names="[pages, page_rows, Di]")
+    expect(op, "rope_positions", rope_positions, (T, 3), INDEX, device, names="[T, 3]", optional=True)
+    if (rope_positions is None) != (ring_positions is None):
+        given = "None" if ring_positions is None else "a tensor"
+        refuse(op, "ring_positions", "given if and only if rope_positions is", given)
+    shape = (raw_ring.shape[0], raw_ring.shape[1], 3)
+    expect(op, "ring_positions", ring_positions, shape, INDEX, device, names="[requests, Rn, 3]", optional=True)
+    expect(op, "out", out, (T, width // Di - 1, Di), (block_keys.dtype,), device, names="[T, Hi, Di]", optional=True)
+
+
+def _expect_scored(op, index_q, block_keys, page_table, row_request, visible) -> None:
+    device = _device(index_q)
+    expect(op, "index_q", index_q, (None, None, None), ACTIVATIONS, device, names="[R, Hi, Di]")
+    R, heads, Di = index_q.shape
+    if heads == 0 or Di == 0:
+        refuse(op, "index_q", "[R, Hi, Di] with Hi and Di at least 1", list(index_q.shape))
+    expect(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, names="[pages, page_rows, Di]")
+    expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
+    _expect_rows(op, R, device, row_request=row_request, visible=visible)
+
+
+def _expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
+    op = "qsa_score"
+    _expect_scored(op, index_q, block_keys, page_table, row_request, visible)
+    _at_least(op, "num_blocks", num_blocks, 0)
+    shape = (index_q.shape[0], num_blocks)
+    expect(op, "out", out, shape, (torch.float32,), index_q.device, names="[R, num_blocks]", optional=True)
+
+
+def _expect_topk(scores, visible, out, k) -> None:
+    op, device = "qsa_topk", _device(scores)
+    expect(op, "scores", scores, (None, None), (torch.float32,), device, names="[R, N]")
+    _expect_rows(op, scores.shape[0], device, visible=visible)
+    _at_least(op, "k", k, 1)
+    expect(op, "out", out, (scores.shape[0], k), (torch.int32,), device, names="[R, k]", optional=True)
+
+
+def _expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes) -> None:
+    op = "qsa_select"
+    _expect_scored(op, index_q, block_keys, page_table, row_request, visible)
+    _at_least(op, "k", k, 1)
+    _at_least(op, "workspace_bytes", workspace_bytes, 0)
+    expect(op, "out", out, (index_q.shape[0], k), (torch.int32,), index_q.device, names="[R, k]", optional=True)
+
+
+def _expect_attend(
+    q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, out_gate, k_scale, v_scale
+) -> None:  # fmt: skip
+    op, device = "qsa_attend", _device(q)
+    expect(op, "q", q, (None, None, None), ACTIVATIONS, device, names="[R, Hq, D]")
+    R, heads, D = q.shape
+    expect(op, "k_cache", k_cache, (None, None, None, D), CACHES, device, names="[pages, page_tokens, Hkv, D]")
+    if heads == 0 or D == 0 or k_cache.shape[2] == 0 or heads % k_cache.shape[2]:
+        refuse(op, "q", f"[R, Hq, D] with Hq a multiple of Hkv = {k_cache.shape[2]}", list(q.shape))
+    expect(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), device, names="the shape of k_cache")
+    expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
+    _expect_rows(op, R, device, row_request=row_request, positions=positions)
+    expect(op, "block_ids", block_ids, (R, None), INDEX, device, names="[R, k]")
+    _at_least(op, "ratio", ratio, 1)
+    expect(op, "out_gate", out_gate, (R, heads, D), ACTIVATIONS, device, names="[R, Hq, D]", optional=True)
+    for argument, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if value is not None and k_cache.dtype != torch.float8_e4m3fn:
+            refuse(op, argument, "None unless the caches are float8_e4m3fn", f"{value!r} with {k_cache.dtype}")
+    expect(op, "out", out, (R, heads, D), (q.dtype,), device, names="[R, Hq, D]", optional=True)
 
 
 def qsa_append(
@@ -99,7 +155,7 @@ def qsa_append(
     Query: norm, rounded, RoPE, rounded. Block key: raw keys rounded to the ring's dtype, float32 mean over the group,
     rounded, norm, rounded, RoPE at the group's first token, rounded.
     """
-    checks.expect_append(
+    _expect_append(
         index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
         out, ratio, rope_positions, ring_positions,
     )  # fmt: skip
@@ -107,7 +163,7 @@ def qsa_append(
         Di = q_norm_weight.shape[0]
         shape = (index_qk.shape[0], index_qk.shape[1] // Di - 1, Di)
         out = torch.empty(shape, dtype=block_keys.dtype, device=index_qk.device)
-    _append(
+    library.append(
         index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
         out, ratio, eps, rope_positions, ring_positions, impl=impl, check=checking(check),
     )  # fmt: skip
@@ -133,10 +189,10 @@ def qsa_score(
     cannot change a ranking. A row's scores are the same int32 bits alone, in a pack, in prefill and in decode (promised
     for 16-bit inputs, whose dots are rounded once; float32 inputs may differ in the last bit on rare occasions).
     """
-    checks.expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks)
+    _expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks)
     if out is None:
         out = torch.empty((index_q.shape[0], num_blocks), dtype=torch.float32, device=index_q.device)
-    _score(
+    library.score(
         index_q, block_keys, page_table, row_request, visible, out, num_blocks, impl=impl, check=checking(check)
     )  # fmt: skip
     return out
@@ -157,10 +213,10 @@ def qsa_topk(
     Exact: the lower id wins a tie, -0.0 equals 0.0, -inf is a number, NaN (either sign) loses to every number and is
     taken only when numbers run out. Worked example, k = 3, visible = 5: scores 1 7 NaN 1 1 give ids 0 1 3.
     """
-    checks.expect_topk(scores, visible, out, k)
+    _expect_topk(scores, visible, out, k)
     if out is None:
         out = torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
-    _topk(scores, visible, out, k, impl=impl, check=checking(check))
+    library.topk(scores, visible, out, k, impl=impl, check=checking(check))
     return out
 
 
@@ -183,10 +239,10 @@ def qsa_select(
     range; other rows give -1. Rows with at most k visible blocks are not scored, all are selected. workspace_bytes
     caps what is kept of the score matrix at any context; at least one row's scores are.
     """
-    checks.expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes)
+    _expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes)
     if out is None:
         out = torch.empty((index_q.shape[0], k), dtype=torch.int32, device=index_q.device)
-    _select(
+    library.select(
         index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes, impl=impl, check=checking(check)
     )  # fmt: skip
     return out
@@ -221,13 +277,13 @@ def qsa_attend(
     sigmoid(out_gate `[R, Hq, D]`) if given, rounded once. A row with nothing to attend to, and padding, gives zeros.
     No other token is multiplied in, so NaN elsewhere in the pages does no harm.
     """
-    checks.expect_attend(
+    _expect_attend(
         q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, out_gate, k_scale, v_scale
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend(
+    library.attend(
         q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale,
         v_scale, impl=impl, check=checking(check),
     )  # fmt: skip
