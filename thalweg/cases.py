@@ -105,12 +105,12 @@ def _kda_cases() -> list[Case]:
 def _index(ending: str, note: str, r: Rows) -> list[Case]:
     """score, topk and select. Scores past a row's visible blocks are not counted, although `qsa_score` writes them."""
     R, width = len(r.contexts) * r.rows, 4 * 128
-    flops, inputs, ids = 2.0 * r.visible * width, sum(r.blocks) * 128 * 2 + R * width * 2, R * BUDGET * 4
+    flops, read, ids = 2.0 * r.visible * width, sum(r.blocks) * 128 * 2 + R * width * 2, R * BUDGET * 4
     matrix = r.visible * 4
     return [
-        Case(f"score-{ending}", "qsa_score", note, lambda s: inputs.score(s, r), flops, inputs + matrix),
+        Case(f"score-{ending}", "qsa_score", note, lambda s: inputs.score(s, r), flops, read + matrix),
         Case(f"topk-{ending}", "qsa_topk", note, lambda s: inputs.topk(s, r), 0.0, matrix + ids),
-        Case(f"select-{ending}", "qsa_select", note, lambda s: inputs.index(s, r) | {"k": BUDGET}, flops, inputs + ids),
+        Case(f"select-{ending}", "qsa_select", note, lambda s: inputs.index(s, r) | {"k": BUDGET}, flops, read + ids),
     ]
 
 
@@ -241,14 +241,16 @@ SMALL_ROWS = Rows((70, 9, 202), 5, page=3, kv_page=7)
 SMALL_INDEX = {"heads": 4, "dim": 32}
 
 
-def _small_append(s: Source, ring_axes: bool = False) -> dict:
-    """Row 7 is padding, in the middle of the second request's run."""
+def _small_append(s: Source, axes: bool = False) -> dict:
+    """Two padding rows behind: position -1, and a request that does not exist. axes: MRoPE positions."""
     args = inputs.append(s, SMALL_ROWS, heads=2, dim=32, rotary=12)
-    args["positions"][7], args["index_qk"][7] = -1, NAN
-    if not ring_axes:
+    args["index_qk"] = _pad(s, args["index_qk"], 2)
+    args["positions"] = torch.cat([args["positions"], s.ints([-1, 8])])
+    args["row_request"] = torch.cat([args["row_request"], s.ints([0, 3])])
+    if not axes:
         return args
-    axes = args["positions"][:, None] + s.ints([0, 3, 5])
-    return args | {"rope_positions": axes, "ring_positions": s.ints([[[p, p + 3, p + 5] for p in range(8)]] * 3)}
+    args["rope_positions"] = args["positions"][:, None] + s.ints([0, 3, 5])
+    return args | {"ring_positions": s.ints([[[p, p + 3, p + 5] for p in range(8)]] * 3)}
 
 
 def _small_index(s: Source, **more: int) -> dict:
@@ -306,7 +308,7 @@ def _small_cases() -> list[Case]:
         "kda_verify": {"verify": lambda s: _small_tokens(s, [5, 4])},
         "kda_commit": {"commit": _small_commit},
         "gated_rms_norm": {"norm": lambda s: _padded(s, inputs.norm(s, 7, 3, 48), 0, "o gate")},
-        "qsa_append": {"append": _small_append, "append-mrope": lambda s: _small_append(s, ring_axes=True)},
+        "qsa_append": {"append": _small_append, "append-mrope": lambda s: _small_append(s, axes=True)},
         "qsa_score": {"score": lambda s: _small_index(s, num_blocks=60)},
         "qsa_topk": {"topk": _small_topk},
         "qsa_select": {"select": lambda s: _small_index(s, k=8)},

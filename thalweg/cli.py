@@ -1,0 +1,161 @@
+"""The `thalweg` command. Every subcommand's work is done elsewhere; this module parses, prints and sets exit codes.
+
+Exit codes: 0 done, 1 a check failed, 2 bad input or a file that cannot be read or written (one line on standard
+error), 130 stopped by Ctrl-C.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="thalweg",
+    help="Attention kernels of KDA and QSA for inference of hybrid language models.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda where there is one.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command and exits; what a user can cause is one line on standard error, never a traceback."""
+    usage = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    try:
+        code = app(args=None if argv is None else list(argv), prog_name="thalweg", standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail("stopped", 130)
+    except usage as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "thalweg"
+        code = _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be written, nor need be
+        code = 1
+    except (ValueError, OSError) as error:
+        code = _fail(str(error), 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    print("thalweg: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Aligned columns; where standard output is no terminal, plain text and one line a row however wide."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, emoji=False, width=10_000, no_color=True)
+    console.print(table)
+
+
+def device_named(name: str | None) -> str:
+    """The device to use; ValueError when it is not one of this machine's."""
+    import torch
+
+    from thalweg.bench.calls import default_device
+
+    name = name or default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+@app.callback()
+def _thalweg() -> None:
+    pass
+
+
+@app.command(epilog="Example: thalweg check kda_prefill qsa_attend --device cpu")
+def check(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to check; all by default.")] = None,
+    device: Device = None,
+    impl: Annotated[str | None, typer.Option(help="Only the implementation of this name.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Check every op and implementation on this machine against its float64 oracle; exit 1 if one fails."""
+    device = device_named(device)
+    from thalweg.bench.check import check as checked
+
+    rows = list(checked(ops or [], device, impl, seed))
+    failed = sum(row.result == "FAILED" for row in rows)
+    if as_json:
+        print_json({"device": device, "ok": not failed, "rows": [asdict(row) for row in rows]})
+    else:
+        numbers = [["" if value is None else f"{value:.2e}" for value in (row.error, row.bound)] for row in rows]
+        table = [
+            (row.op, row.case, row.impl, row.result, row.output, *pair, row.reason) for row, pair in zip(rows, numbers)
+        ]
+        print_table(("op", "case", "implementation", "result", "worst output", "error", "at most", ""), table)
+        ok = sum(row.result == "ok" for row in rows)
+        print(f"\n{ok} ok, {failed} failed, {len(rows) - ok - failed} skipped on {device}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: thalweg explain kda_decode decode-h12-b8")
+def explain(
+    op: Annotated[str, typer.Argument(help="A public op, as kda_prefill.")],
+    case: Annotated[str, typer.Argument(help="One of its named shapes, as prefill-1x8192-h64.")],
+    impl: Annotated[str | None, typer.Option(help="Ask for this implementation by name.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Say which implementation would run OP on CASE here, and why each other one would not."""
+    device = device_named(device)
+    from thalweg import cases
+    from thalweg.bench.calls import explained
+
+    found = cases.find(op, case)
+    verdicts = explained(found, device, impl)
+    if as_json:
+        print_json({"op": op, "case": case, "device": device, "implementations": [asdict(v) for v in verdicts]})
+        return
+    print(f"{op} on {case} ({found.note}), {device}")
+    rows = [(v.name, "chosen" if v.chosen else "passed over", v.reason) for v in verdicts]
+    print_table(("implementation", "", "reason"), rows)
+
+
+@app.command(epilog="Example: thalweg info --json")
+def info(as_json: Json = False) -> None:
+    """Versions, devices, and which implementations this machine can use, with the reason where it cannot."""
+    from thalweg.bench.info import info as gathered
+
+    found = gathered()
+    if as_json:
+        print_json(found)
+        return
+    print_table(("version", ""), [(name, value or "absent") for name, value in found["versions"].items()])
+    print()
+    details = [", ".join(f"{k} {v}" for k, v in device.items() if k != "device") for device in found["devices"]]
+    print_table(("device", ""), [(d["device"], text) for d, text in zip(found["devices"], details)])
+    print()
+    rows = [(i["op"], i["impl"], i["note"] if i["usable"] else i["why_not"]) for i in found["implementations"]]
+    usable = ["usable" if i["usable"] else "not usable" for i in found["implementations"]]
+    table = [(op, name, state, text) for (op, name, text), state in zip(rows, usable)]
+    print_table(("op", "implementation", f"on {found['default_device']}", ""), table)
