@@ -21,12 +21,11 @@ import torch
 
 from thalweg.contract import ACTIVATIONS, INDEX, STATES, checking, expect, refuse
 from thalweg.kda import library
+from thalweg.kda.arguments import expect_conv, expect_drafts, expect_gate, expect_norm, expect_rows, expect_tokens
 from thalweg.kda.library import IMPLS as IMPLS
 from thalweg.kda.reference import CHUNK
 
-GATES = ("given", "soft", "bounded")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
-FLOAT = (torch.float32,)
 BOOL = (torch.bool,)
 
 
@@ -105,8 +104,8 @@ def kda_conv(
     op, device = "kda_conv", x.device
     expect(op, "x", x, (None, None), ACTIVATIONS, device, names="[T, C]")
     C = x.shape[1]
-    _expect_conv(op, C, x, weight, bias, "weight", "bias", conv_state)
-    N = _expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
+    expect_conv(op, C, x, weight, bias, "weight", "bias", conv_state)
+    N = expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
     expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
     expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
     if out is None:
@@ -175,8 +174,8 @@ def kda_prefill(
     expect(op, "g_raw", g_raw, (T, HV, K), ACTIVATIONS, device, names="[T, HV, K]")
     expect(op, "beta_logits", beta_logits, (T, HV), ACTIVATIONS, device, names="[T, HV]")
     expect(op, "state", state, (None, HV, V, K), STATES, device, names="[slots, HV, V, K]")
-    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    N = _expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    N = expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
     expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
     expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
     expect(op, "checkpoint_slots", checkpoint_slots, (N, None), INDEX, device, names="[N, M]", optional=True)
@@ -223,8 +222,8 @@ def kda_decode(
 
     qkv `[B, C]`, C = 2 H K + HV V: the packed projections q | k | v, before the convolution (H follows from C).
     g_raw `[B, HV, K]`, beta_logits `[B, HV]`, gate, A_log, dt_bias, lower_bound, scale, allow_neg_eigval: as in
-    `kda_prefill`; q and k are always L2-normalised. conv_weight `[C, W]`, conv_bias `[C]`, conv_state
-    `[slots, C, W-1]`: as in `kda_conv`, mutated. state `[slots, HV, V, K]`, mutated. The slots `[B]` address both pools.
+    `kda_prefill`; q and k are always L2-normalised. conv_weight `[C, W]`, conv_bias `[C]` and conv_state
+    `[slots, C, W-1]`, mutated: as in `kda_conv`. state `[slots, HV, V, K]`, mutated. The slots `[B]` address both.
     out_gate `[B, HV, V]`, norm_weight `[V]`, norm_eps: the gated norm of `gated_rms_norm`.
     out `[B, HV, V]` of qkv's dtype. Nothing between qkv and out is rounded below float32.
 
@@ -233,11 +232,11 @@ def kda_decode(
     op, device = "kda_decode", qkv.device
     expect(op, "qkv", qkv, (None, None), ACTIVATIONS, device, names="[B, C]")
     lead = (qkv.shape[0],)
-    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
     HV, V, K = state.shape[1:]
-    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    _expect_rows(op, lead[0], read_slots, write_slots, device)
-    out = _norm_and_out(op, lead, qkv, out_gate, norm_weight, HV, V, out)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    expect_rows(op, lead[0], read_slots, write_slots, device)
+    out = expect_norm(op, lead, qkv, out_gate, norm_weight, out, HV, V)
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_decode(
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots,
@@ -278,12 +277,12 @@ def kda_verify(
     is rounded after every token, as it would be in the pool. `kda_commit` then keeps the accepted tokens.
     """
     op, device = "kda_verify", qkv.device
-    lead = _expect_drafts(op, qkv)
-    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    lead = expect_drafts(op, qkv)
+    expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
     HV, V, K = state.shape[1:]
-    _expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    _expect_rows(op, lead[0], read_slots, None, device)
-    out = _norm_and_out(op, lead, qkv, out_gate, norm_weight, HV, V, out)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
+    expect_rows(op, lead[0], read_slots, None, device)
+    out = expect_norm(op, lead, qkv, out_gate, norm_weight, out, HV, V)
     library.kda_verify(
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, norm_weight,
         norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale, allow_neg_eigval, null_slot,
@@ -319,10 +318,10 @@ def kda_commit(
     `kda_verify`. The pools are then bitwise what accepted[b] calls of `kda_decode` leave.
     """
     op, device = "kda_commit", qkv.device
-    lead = _expect_drafts(op, qkv)
-    _expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
-    _expect_gate(op, gate, A_log, dt_bias, lower_bound, state.shape[1], state.shape[3], device)
-    _expect_rows(op, lead[0], read_slots, write_slots, device)
+    lead = expect_drafts(op, qkv)
+    expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, state.shape[1], state.shape[3], device)
+    expect_rows(op, lead[0], read_slots, write_slots, device)
     expect(op, "accepted", accepted, (lead[0],), INDEX, device, names="[B]")
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_commit(
@@ -353,60 +352,4 @@ def gated_rms_norm(
         out = torch.empty(o.shape, dtype=gate.dtype, device=device)
     expect(op, "out", out, tuple(o.shape), (gate.dtype,), device, names="[..., V]")
     library.gated_rms_norm(o, gate, weight, eps, out, impl=impl, check=checking(check))
-    return out
-
-
-def _expect_rows(op: str, N: int, read_slots, write_slots, device) -> int:
-    expect(op, "read_slots", read_slots, (N,), INDEX, device, names="one a row")
-    expect(op, "write_slots", write_slots, (N,), INDEX, device, names="one a row", optional=True)
-    return N
-
-
-def _expect_conv(op: str, C: int, x, weight, bias, weight_name: str, bias_name: str, conv_state) -> None:
-    expect(op, weight_name, weight, (C, None), ACTIVATIONS, x.device, names="[C, W]")
-    if not 2 <= weight.shape[1] <= 8:
-        refuse(op, weight_name, "[C, W] with W from 2 to 8", list(weight.shape))
-    expect(op, bias_name, bias, (C,), ACTIVATIONS, x.device, names="[C]", optional=True)
-    kinds = (x.dtype, torch.float32)
-    expect(op, "conv_state", conv_state, (None, C, weight.shape[1] - 1), kinds, x.device, names="[slots, C, W - 1]")
-
-
-def _expect_gate(op: str, gate: str, A_log, dt_bias, lower_bound: float, HV: int, K: int, device) -> None:
-    if gate not in GATES:
-        refuse(op, "gate", "one of " + ", ".join(GATES), gate)
-    if gate == "given" and (A_log is not None or dt_bias is not None):
-        refuse(op, "A_log and dt_bias", "None where gate is given", "a tensor")
-    if not lower_bound < 0:
-        refuse(op, "lower_bound", "negative", lower_bound)
-    expect(op, "A_log", A_log, (HV,), FLOAT, device, names="[HV]", optional=True)
-    expect(op, "dt_bias", dt_bias, (HV, K), FLOAT, device, names="[HV, K]", optional=True)
-
-
-def _expect_drafts(op: str, qkv: torch.Tensor) -> tuple[int, int]:
-    expect(op, "qkv", qkv, (None, None, None), ACTIVATIONS, qkv.device, names="[B, S, C]")
-    if not 1 <= qkv.shape[1] <= 8:
-        refuse(op, "qkv", "[B, S, C] with S from 1 to 8", list(qkv.shape))
-    return qkv.shape[0], qkv.shape[1]
-
-
-def _expect_tokens(op: str, lead: tuple, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state) -> None:
-    """The arguments kda_decode, kda_verify and kda_commit share; lead is [B] or [B, S]."""
-    device, C = qkv.device, qkv.shape[-1]
-    expect(op, "state", state, (None, None, None, None), STATES, device, names="[slots, HV, V, K]")
-    _, HV, V, K = state.shape
-    H, rest = divmod(C - HV * V, 2 * K)
-    if rest or H < 1 or HV % H:
-        wanted = f"C = 2 H K + HV V wide with HV a multiple of H (HV, V, K = {HV}, {V}, {K} from state)"
-        refuse(op, "qkv", wanted, f"C = {C}")
-    expect(op, "g_raw", g_raw, (*lead, HV, K), ACTIVATIONS, device, names="[.., HV, K]")
-    expect(op, "beta_logits", beta_logits, (*lead, HV), ACTIVATIONS, device, names="[.., HV]")
-    _expect_conv(op, C, qkv, conv_weight, conv_bias, "conv_weight", "conv_bias", conv_state)
-
-
-def _norm_and_out(op: str, lead: tuple, qkv, out_gate, norm_weight, HV: int, V: int, out) -> torch.Tensor:
-    expect(op, "out_gate", out_gate, (*lead, HV, V), ACTIVATIONS, qkv.device, names="[.., HV, V]")
-    expect(op, "norm_weight", norm_weight, (V,), ACTIVATIONS, qkv.device, names="[V]")
-    if out is None:
-        out = torch.empty((*lead, HV, V), dtype=qkv.dtype, device=qkv.device)
-    expect(op, "out", out, (*lead, HV, V), (qkv.dtype,), qkv.device, names="[.., HV, V]")
     return out

@@ -72,9 +72,7 @@ def _check_decode(conv_state, state, read_slots, write_slots, null_slot, **_) ->
 
 
 def _check_verify(conv_state, state, read_slots, null_slot, **_) -> None:
-    contract.index_values(
-        "kda_verify", "read_slots", read_slots, min(conv_state.shape[0], state.shape[0]), null_slot
-    )
+    contract.index_values("kda_verify", "read_slots", read_slots, min(conv_state.shape[0], state.shape[0]), null_slot)
 
 
 def _check_commit(qkv, conv_state, state, accepted, read_slots, write_slots, null_slot, **_) -> None:

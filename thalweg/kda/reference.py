@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
-TILE = 16  # rows that share one exponent anchor
 EPS = 1e-6
 
 
@@ -82,9 +81,10 @@ def short_conv(
         history = x.new_zeros(*x.shape[:-2], x.shape[-1], W - 1)
     padded = torch.cat([history.to(x.dtype).transpose(-1, -2), x], -2)
     dtype = wide(x, weight)
-    y = sum(weight[:, i].to(dtype) * padded[..., i : i + T, :].to(dtype) for i in range(W))
-    if bias is not None:
-        y = y + bias.to(dtype)
+    taps, inputs = weight.to(dtype).t().contiguous(), padded.to(dtype)
+    y = taps[0] * inputs[..., :T, :] if bias is None else torch.addcmul(bias.to(dtype), taps[0], inputs[..., :T, :])
+    for i in range(1, W):
+        y = torch.addcmul(y, taps[i], inputs[..., i : i + T, :])
     return F.silu(y), padded[..., T:, :].transpose(-1, -2)
 
 
@@ -96,21 +96,31 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 def step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token: decay, delta write, read. q, k, g `[..., K]`, v `[..., V]`, beta `[...]`, state `[..., V, K]`."""
     state = state * g.exp()[..., None, :]
     delta = beta[..., None] * (v - (state * k[..., None, :]).sum(-1))
-    state = state + delta[..., :, None] * k[..., None, :]
+    state = torch.addcmul(state, delta[..., None], k[..., None, :])
     return scale * (state * q[..., None, :]).sum(-1), state
 
 
 def recurrence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor | None, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, token by token: q, k, g `[..., T, K]`, v `[..., T, V]`, beta `[..., T]` -> o `[..., T, V]`, state."""
+    """The definition, a token a time: q, k, g `[..., T, K]`, v `[..., T, V]`, beta `[..., T]` -> o `[..., T, V]`, state."""
     dtype = wide(q, k, v, g, beta, state)
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     if state is None:
@@ -125,73 +135,92 @@ def recurrence(
 class Terms(NamedTuple):
     """What the chunk form computes before the scan, one entry a chunk: `[..., N, C, ...]`.
 
-    g_cum `[.., C, K]`: gate cumulated inside the chunk. Aqk `[.., C, C]`: scale q_i . k_j exp(G_i - G_j), i >= j.
-    Akk `[.., C, C]`: beta_i k_i . k_j exp(G_i - G_j), i > j. inverse `[.., C, C]`: (I + Akk)^-1.
+    g_cum `[.., C, K]`: gate cumulated inside the chunk, rows 0 .. i. g_tail `[.., C, K]`: gate of rows i + 1 .. C - 1.
+    Aqk `[.., C, C]`: scale q_i . k_j exp(G_i - G_j), i >= j. Akk `[.., C, C]`: beta_i k_i . k_j exp(G_i - G_j), i > j.
+    inverse `[.., C, C]`: (I + Akk)^-1.
     """
 
     g_cum: torch.Tensor
+    g_tail: torch.Tensor
     Aqk: torch.Tensor
     Akk: torch.Tensor
     inverse: torch.Tensor
 
 
-def decayed_scores(q: torch.Tensor, k: torch.Tensor, g_cum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum_c x_ic k_jc exp(G_ic - G_jc) for i >= j, x = q and x = k: two `[..., C, C]`, zero above the diagonal.
+def decay(g: torch.Tensor) -> torch.Tensor:
+    """exp of a log decay (at most 0), never below exp(-80) = 2e-35: a sum holds no digit of that in float64 either, and
+    an exp whose result is under the smallest normal float32 takes ten times as long on a CPU."""
+    return g.clamp(min=-80.0).exp()
 
-    Every exponent is at most 0 for g <= 0: rows of a 16-row tile meet earlier columns through an anchor at the tile's
-    first row, and the tile's own columns by direct differences. No gate, however strong, overflows or brings a
-    forgotten key back.
+
+def decayed_scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Two `[..., C, C]`, zero above the diagonal: sum_c x_ic k_jc exp(G_ic - G_jc), i >= j, for x = q and for x = k;
+    then g_cum (G) and g_tail of `Terms`. q, k, g `[..., C, K]`, C a power of two.
+
+    Blocks of 1, 2, 4 ... rows are joined in pairs. The later half meets the earlier one at the boundary between them:
+    row i has decayed since the boundary by its g_cum, row j until the boundary by its g_tail, both inside its own half.
+    So every exponent is a sum of gates over the rows it spans, at most 0, never a difference: no gate, however strong,
+    overflows, costs a weak neighbour its digits, or brings a forgotten key back.
     """
-    C = q.shape[-2]
-    rows = []
-    for lo in range(0, C, TILE):
-        hi = min(lo + TILE, C)
-        G, anchor = g_cum[..., lo:hi, :], g_cum[..., lo : lo + 1, :]
-        both = torch.stack([q[..., lo:hi, :], k[..., lo:hi, :]], -3)
-        early = k[..., :lo, :] * (anchor - g_cum[..., :lo, :]).exp()
-        left = (both * (G - anchor).exp()[..., None, :, :]) @ early[..., None, :, :].transpose(-1, -2)
-        later = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu(1)[..., None]
-        decay = (G[..., :, None, :] - G[..., None, :, :]).masked_fill(later, -torch.inf).exp()
-        own = (decay * k[..., None, lo:hi, :]) @ both.movedim(-3, -1)  # [.., 16, 16, 2]
-        row = torch.cat([left, own.movedim(-1, -3)], -1)
-        rows.append(F.pad(row, (0, C - hi)))
-    return torch.cat(rows, -2).unbind(-3)
+    C, K, lead = q.shape[-2], q.shape[-1], q.shape[:-2]
+    rows = torch.stack([q, k], -2)  # [.., C, 2, K]: a block of it is one contiguous operand
+    scores = q.new_zeros(*lead, C, 2, C)
+    scores.diagonal(dim1=-3, dim2=-1).copy_((rows * k[..., None, :]).sum(-1).transpose(-1, -2))
+    g_cum, g_tail, half = g, torch.zeros_like(g), 1
+    while half < C:
+        n = C // (2 * half)
+        pairs = (*lead, n, 2, half, K)
+        (cum, since), (until, tail) = g_cum.reshape(pairs).unbind(-3), g_tail.reshape(pairs).unbind(-3)
+        early = k.reshape(pairs)[..., 0, :, :] * decay(until)
+        late = rows.view(*lead, n, 2, half, 2, K)[..., 1, :, :, :] * decay(since)[..., None, :]
+        met = torch.bmm(late.view(-1, 2 * half, K), early.view(-1, half, K).transpose(1, 2))
+        below = scores.view(*lead, n, 2, half, 2, n, 2, half)[..., 1, :, :, :, 0, :]
+        below.diagonal(dim1=-5, dim2=-2).copy_(met.view(*lead, n, half, 2, half).movedim(-4, -1))
+        g_cum = torch.cat([cum, since + cum[..., -1:, :]], -2).view(g.shape)
+        g_tail = torch.cat([until + since[..., -1:, :], tail], -2).view(g.shape)
+        half *= 2
+    return scores[..., 0, :], scores[..., 1, :], g_cum, g_tail
 
 
-def chunk_terms(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float
-) -> Terms:
+def chunk_terms(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float) -> Terms:
     """Intermediates of whole chunks: q, k, g `[..., C, K]`, beta `[..., C]`."""
-    g_cum = g.cumsum(-2)
-    Aqk, Akk = decayed_scores(q, k, g_cum)
+    Aqk, Akk, g_cum, g_tail = decayed_scores(q, k, g)
     Akk = (beta[..., :, None] * Akk).tril(-1)
-    return Terms(g_cum, scale * Aqk, Akk, unit_lower_inverse(Akk))
+    return Terms(g_cum, g_tail, scale * Aqk, Akk, unit_lower_inverse(Akk))
 
 
 def chunked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor | None, scale: float, chunk: int = CHUNK,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+    scale: float,
+    chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, Terms]:
     """The chunk form of `recurrence`, same arguments; returns o, the state after the last token, and the terms.
 
-    Per chunk: R = inverse (beta v - beta (k exp G) S); o = scale (q exp G) S + Aqk R; S <- S exp(G_C) +
-    (k exp(G_C - G))^T R. The last chunk is filled up with k = v = beta = g = 0, which changes nothing.
+    Per chunk: R = inverse (beta (v - (k exp G) S)); o = scale (q exp G) S + Aqk R; S <- S exp(G_C) +
+    (k exp(G_C - G))^T R. The last chunk is filled up with k = v = beta = g = 0, which changes nothing. chunk is a
+    power of two.
     """
     dtype, T = wide(q, k, v, g, beta, state), q.shape[-2]
     fill = -T % chunk
-    q, k, v, g = (F.pad(x.to(dtype), (0, 0, 0, fill)).unflatten(-2, (-1, chunk)) for x in (q, k, v, g))
-    beta = F.pad(beta.to(dtype), (0, fill)).unflatten(-1, (-1, chunk))
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta[..., None]))
+    if fill:
+        q, k, v, g, beta = (F.pad(x, (0, 0, 0, fill)) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.unflatten(-2, (-1, chunk)) for x in (q, k, v, g, beta))
     if state is None:
         state = v.new_zeros(*v.shape[:-3], v.shape[-1], k.shape[-1])
     state, outputs = state.to(dtype), []
-    terms = chunk_terms(q, k, g, beta, scale)
-    grown, last = terms.g_cum.exp(), terms.g_cum[..., -1:, :]
-    read, write, keep = scale * q * grown, beta[..., None] * k * grown, k * (last - terms.g_cum).exp()
-    target, total = beta[..., None] * v, last.exp()
+    terms = chunk_terms(q, k, g, beta[..., 0], scale)
+    grown = decay(terms.g_cum)
+    read, known, keep, total = q * grown, k * grown, k * decay(terms.g_tail), grown[..., -1:, :]
     for n in range(q.shape[-3]):
         flat = state.transpose(-1, -2)
-        R = terms.inverse[..., n, :, :] @ (target[..., n, :, :] - write[..., n, :, :] @ flat)
-        outputs.append(read[..., n, :, :] @ flat + terms.Aqk[..., n, :, :] @ R)
+        R = terms.inverse[..., n, :, :] @ (beta[..., n, :, :] * (v[..., n, :, :] - known[..., n, :, :] @ flat))
+        outputs.append(scale * (read[..., n, :, :] @ flat) + terms.Aqk[..., n, :, :] @ R)
         state = state * total[..., n, :, :] + R.transpose(-1, -2) @ keep[..., n, :, :]
     o = torch.cat(outputs, -2)[..., :T, :] if outputs else torch.zeros_like(v).flatten(-3, -2)
     return o, state, terms

@@ -76,7 +76,7 @@ def _chunk(
     q, k, v, g = (_tile(x, at, count) for x in (q, k, v, g_raw))
     beta = _tile(beta_logits[..., None], at, count)[..., 0]
     if qk_l2norm:
-        q, k = reference.l2norm(q), reference.l2norm(k)
+        q, k = reference.l2norm(torch.stack([q, k])).unbind()
     if group > 1:
         q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
     # Activated at full width, then cut: a gate of 0 is not a decay of 1.
@@ -118,8 +118,8 @@ def _token(
     """One token of one row, all float32: o `[HV, V]`, the history and the state after it."""
     HV, V, K = S.shape
     y, history = reference.short_conv(qkv.float()[None], conv_weight, conv_bias, history)
-    q, k, v = y[0].tensor_split(((qkv.shape[0] - HV * V) // 2, qkv.shape[0] - HV * V))
-    q, k = reference.l2norm(q.view(-1, K)), reference.l2norm(k.view(-1, K))
+    qk, v = y[0].tensor_split((qkv.shape[0] - HV * V,))
+    q, k = reference.l2norm(qk.view(2, -1, K)).unbind()
     if q.shape[0] != HV:
         q, k = q.repeat_interleave(HV // q.shape[0], 0), k.repeat_interleave(HV // k.shape[0], 0)
     g = reference.log_decay(g_raw, gate, A_log, dt_bias, lower_bound)
@@ -214,7 +214,7 @@ def gated_rms_norm(o, gate, weight, eps, out) -> None:
 
 
 def solve_unit_lower(lower, cu_seqlens, precision, workspace_bytes, out) -> None:
-    """Block by block; `precision` and `workspace_bytes` bound faster implementations, this one is exact and needs none."""
+    """Block by block. `precision` and `workspace_bytes` bound faster implementations; this one is exact, needs none."""
     size = lower.shape[-1]
     bounds = [0, lower.shape[1]] if cu_seqlens is None else contract.offsets(cu_seqlens, lower.shape[1])
     out.zero_()
