@@ -55,7 +55,7 @@ def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def row_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """The worst row (last dimension): ||got - truth|| over the larger of the row's norm and the rows' root mean square."""
+    """The worst row (last dimension): ||got - truth|| over the row's norm or, if larger, the rows' rms norm."""
     difference, truth = _difference(got, truth)
     if not truth.numel():
         return 0.0
@@ -66,7 +66,7 @@ def row_error(got: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def compare(got: torch.Tensor, truth: torch.Tensor, twin: torch.Tensor) -> Comparison:
-    """The tolerance rule of this module. Integer results must equal the truth: error is then the number of wrong rows."""
+    """The tolerance rule of this module. Integers must equal the truth: error is then the number of wrong rows."""
     if not got.dtype.is_floating_point:
         return Comparison(float(wrong_rows(got, truth)), 0.0)
     if _difference(twin, truth)[0].isinf().any():

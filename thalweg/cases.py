@@ -58,7 +58,7 @@ def _solve(id: str, note: str, lengths: list[int], heads: int) -> Case:
 
 def _prefill(id: str, note: str, lengths: list[int], H: int, gates: str = "slow") -> Case:
     T, N, K, V = sum(lengths), len(lengths), 128, 128
-    # A chunk of C: Aqk, Akk and w = T beta Kp of K, u = T beta v and A R of V, three products with the state, the inverse.
+    # A chunk: Aqk, Akk, w = T beta Kp over K; u = T beta v, A R over V; three products with the state; the inverse.
     flops = T * H * (6 * K * V + 2 * CHUNK * (3 * K + 2 * V) + CHUNK**2 / 3)
     moved = T * H * 2 * (3 * K + 2 * V + 1) + 2 * N * H * V * K * 4 + H * 4 * (K + 1)
     if gates == "equal":

@@ -15,7 +15,7 @@ from thalweg.cases import SMALL, Case
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one case: result is ok, FAILED or skipped; error and bound are those of the worst output."""
+    """One implementation on one case: result is ok, FAILED or skipped; error and bound are the worst output's."""
 
     op: str
     case: str
