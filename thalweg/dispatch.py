@@ -93,7 +93,9 @@ def define(schema: str, impls: tuple[Impl, ...], check: Callable[..., None]) -> 
         name, checking = call.pop("impl"), call.pop("check")
         if checking:
             check(**call)
-        pick(op, impls, call, name).run(**call)
+        impl = pick(op, impls, call, name)
+        with torch.no_grad():
+            impl.run(**call)
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(op, body, "CompositeExplicitAutograd")

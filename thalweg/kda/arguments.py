@@ -1,4 +1,4 @@
-"""Argument checks that several KDA ops share: shapes, dtypes and devices, on metadata only (nothing is read or synced)."""
+"""Argument checks that several KDA ops share: shapes, dtypes and devices, on metadata only (nothing is read)."""
 
 import torch
 

@@ -120,7 +120,7 @@ def recurrence(
     state: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, a token a time: q, k, g `[..., T, K]`, v `[..., T, V]`, beta `[..., T]` -> o `[..., T, V]`, state."""
+    """The definition, token by token: q, k, g `[..., T, K]`, v `[..., T, V]`, beta `[..., T]`; returns o and state."""
     dtype = wide(q, k, v, g, beta, state)
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     if state is None:
