@@ -179,7 +179,7 @@ def test_rope_norm_and_block_key_equal_the_slow_ones():
 
 
 def test_pooled_key_is_rounded_before_and_after_the_norm():
-    """bfloat16 mean of 1, 1, 1, 1 + 2^-7 is 1 + 2^-9, which rounds to 1; the norm of equal entries is then exactly 1."""
+    """bfloat16 mean of 1, 1, 1, 1 + 2^-7 is 1 + 2^-9, rounded to 1; the norm of equal entries is 1 as well."""
     raw = torch.ones(1, 4, 8)
     raw[0, 3] += 2**-7
     key = reference.block_key(raw, torch.full((8,), 0.003), torch.tensor([[1.0, 0.0]]), torch.bfloat16)

@@ -92,7 +92,7 @@ def score(index_q: torch.Tensor, keys: torch.Tensor, acc: torch.dtype = torch.fl
     total = None
     for head in range(index_q.shape[-2]):
         part = torch.relu((index_q[..., head, :].to(acc) @ keys).to(out_dtype))
-        total = part if total is None else total + part
+        total = part + 0.0 if total is None else total + part  # a zero score is always +0.0
     return total
 
 
@@ -107,13 +107,11 @@ def topk_blocks(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Te
     if N == 0 or k == 0:
         return ids
     scores = scores.to(torch.float32) + 0.0  # -0.0 and 0.0 tie
-    bits = scores.view(torch.int32).to(torch.int64)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = torch.where(scores.isnan(), torch.full_like(order, -(2**31)), order)
-    column = torch.arange(N, device=scores.device)
-    key = order * 2**32 + (2**32 - 1 - column)
-    lowest = torch.iinfo(torch.int64).min
-    key = key.masked_fill(column >= visible[:, None], lowest)
+    bits = scores.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(scores.isnan(), -(2**31))  # below -inf
+    column, lowest = torch.arange(N, device=scores.device), torch.iinfo(torch.int64).min
+    key = order.to(torch.int64).mul_(2**32).add_(2**32 - 1 - column)
+    key.masked_fill_(column >= visible[:, None], lowest)
     best, where = key.topk(min(k, N), dim=-1, sorted=False)
     where = where.masked_fill(best == lowest, N).sort(-1).values
     ids[:, : where.shape[1]] = where.masked_fill(where == N, -1).to(torch.int32)

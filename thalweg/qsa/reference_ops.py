@@ -12,7 +12,7 @@ import torch
 from thalweg.qsa import reference
 
 ROW_TILE, KEY_TILE = 128, 1024  # rows x keys x 8 bytes of float64 dots stay in cache
-TOPK_BYTES = 32 << 20  # masked copy of the scores that one top-k step works on
+TOPK_BYTES = 32 << 20  # temporaries of one top-k step
 GATHER_BYTES = 4 << 20  # float32 keys (and as much again of values) of one attention step
 
 
@@ -130,11 +130,11 @@ def score(index_q, block_keys, page_table, row_request, visible, out, num_blocks
         _score_request(index_q, block_keys, page_table, request, rows, seen[rows], out, rows)
 
 
-def _topk_rows(scores: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+def _topk_rows(scores: torch.Tensor, seen: torch.Tensor, k: int, workspace_bytes: int) -> torch.Tensor:
     """`reference.topk_blocks` of rows `[R, N]` already -inf from `seen` on, by float32 top-k where that is decided.
 
     The k + 1 best values say whether the answer is unique: no NaN among them (NaN sorts first) and a step down after
-    the k-th. Only rows where it is not pay for the integer keys that break ties.
+    the k-th. Only rows where it is not pay for the integer keys that break ties (about 24 bytes a score).
     """
     N = scores.shape[1]
     column = torch.arange(k, device=scores.device)
@@ -144,24 +144,28 @@ def _topk_rows(scores: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor
     best, where = scores.topk(k + 1, dim=-1)
     decided = (best[:, k - 1] > best[:, k]) & ~best[:, 0].isnan()
     ids = torch.where((seen > k)[:, None], where[:, :k].sort(-1).values, ids)
-    tied = ((seen > k) & ~decided).nonzero().flatten()
-    if tied.numel():
+    for tied in ((seen > k) & ~decided).nonzero().flatten().split(max(1, workspace_bytes // (32 * N))):
         ids[tied] = reference.topk_blocks(scores[tied], seen[tied], k).long()
     return ids
+
+
+def _rows_within(workspace_bytes: int, blocks: int, k: int) -> int:
+    """Rows whose scores and ids fill half the workspace; breaking ties may take the other half."""
+    return max(1, workspace_bytes // 2 // max(1, 4 * blocks + 32 * min(k, blocks)))
 
 
 def topk(scores, visible, out, k) -> None:
     """Runner of `qsa_topk`."""
     R, N = scores.shape
     seen = visible.long().clamp(0, N)
-    step = max(1, TOPK_BYTES // max(1, 4 * N))
+    step = _rows_within(TOPK_BYTES, N, k)
     for lo in range(0, R, step):
         part = seen[lo : lo + step]
         n = int(part.max())
         masked = scores[lo : lo + step, :n].masked_fill(
             torch.arange(n, device=scores.device) >= part[:, None], -torch.inf
         )
-        out[lo : lo + step] = _topk_rows(masked, part, k).to(out.dtype)
+        out[lo : lo + step] = _topk_rows(masked, part, k, TOPK_BYTES // 2).to(out.dtype)
 
 
 def select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes) -> None:
@@ -171,13 +175,13 @@ def select(index_q, block_keys, page_table, row_request, visible, out, k, worksp
     column = torch.arange(k, device=out.device)
     out.copy_(torch.where(column < seen[:, None], column, -1))
     for request, rows in _rows_by_request(row_request, seen > k):
-        step = max(1, workspace_bytes // (4 * int(seen[rows].max())))
+        step = _rows_within(workspace_bytes, int(seen[rows].max()), k)
         for part in rows.split(step):
             ends = seen[part]
             scores = torch.full((part.numel(), int(ends.max())), -torch.inf, device=out.device)
             here = torch.arange(part.numel(), device=out.device)
             _score_request(index_q, block_keys, page_table, request, part, ends, scores, here)
-            out[part] = _topk_rows(scores, ends, k).to(out.dtype)
+            out[part] = _topk_rows(scores, ends, k, workspace_bytes // 2).to(out.dtype)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -199,7 +203,7 @@ def _gather_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     pages, page_tokens, heads, D = cache.shape
     page_pitch, pitch, head_pitch, one = cache.stride()
     span = (heads - 1) * head_pitch + D
-    if one != 1 or head_pitch < D or span > pitch or (pages > 1 and page_pitch != page_tokens * pitch):
+    if one != 1 or (heads > 1 and head_pitch < D) or span > pitch or (pages > 1 and page_pitch != page_tokens * pitch):
         return cache[slots // page_tokens, slots % page_tokens]
     tokens = cache.as_strided((pages * page_tokens, span), (pitch, 1))
     rows = tokens.index_select(0, slots.flatten())
