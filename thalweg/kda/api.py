@@ -342,10 +342,12 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """o / sqrt(mean o^2 + eps) * weight * sigmoid(gate) over the last dimension; eps is added to the mean.
 
-    o, gate `[..., V]` of one shape; weight `[V]` (not 1 + w); eps a number; out `[..., V]` of gate's dtype.
+    o, gate `[..., V]` of one shape, V at most 1024; weight `[V]` (not 1 + w); out `[..., V]` of gate's dtype.
     """
     op, device = "gated_rms_norm", o.device
     expect(op, "o", o, (None,) * max(1, o.dim()), ACTIVATIONS, device, names="[..., V]")
+    if not 1 <= o.shape[-1] <= 1024:
+        refuse(op, "o", "[..., V] with V from 1 to 1024", list(o.shape))
     expect(op, "gate", gate, tuple(o.shape), ACTIVATIONS, device, names="[..., V]")
     expect(op, "weight", weight, (o.shape[-1],), ACTIVATIONS, device, names="[V]")
     if out is None:

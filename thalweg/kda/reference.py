@@ -19,7 +19,10 @@ EPS = 1e-6
 
 def wide(*tensors: torch.Tensor | None) -> torch.dtype:
     """The dtype a reference computes in: float64 if any input is float64, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def l2norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:

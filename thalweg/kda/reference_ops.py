@@ -6,6 +6,8 @@ decode row, 64 norm rows), because the bits of a torch product, of a reduction a
 depend on the whole tensor's shape. That, and not speed, is what makes a row's bits independent of its company.
 """
 
+from functools import partial
+
 import torch
 
 from thalweg import contract
@@ -111,8 +113,13 @@ def conv(x, weight, cu_seqlens, conv_state, read_slots, write_slots, bias, fresh
         conv_state[write] = history
 
 
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous float32: torch takes another loop, with other last digits, through a strided view."""
+    return x.float().contiguous()
+
+
 def _token(
-    qkv, g_raw, beta_logits, history, S, conv_weight, conv_bias, gate, A_log, dt_bias, lower_bound, scale,
+    qkv, g_raw, beta_logits, history, S, *, conv_weight, conv_bias, gate, A_log, dt_bias, lower_bound, scale,
     allow_neg_eigval,
 ):  # fmt: skip
     """One token of one row, all float32: o `[HV, V]`, the history and the state after it."""
@@ -128,21 +135,28 @@ def _token(
     return o, history, S
 
 
+def _layer(conv_weight, conv_bias, **rest):
+    """`_token` with what all rows and tokens of a call share."""
+    return partial(
+        _token, conv_weight=conv_weight.float(), conv_bias=None if conv_bias is None else conv_bias.float(), **rest
+    )
+
+
 def decode(
     qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots, norm_weight,
     norm_eps, gate, A_log, dt_bias, lower_bound, scale, allow_neg_eigval, null_slot, out,
 ) -> None:  # fmt: skip
-    conv_weight, conv_bias = conv_weight.float(), None if conv_bias is None else conv_bias.float()
-    norm_weight = norm_weight.float()
+    token = _layer(
+        conv_weight, conv_bias, gate=gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+    g_raw, beta_logits, out_gate, norm_weight = (_plain(x) for x in (g_raw, beta_logits, out_gate, norm_weight))
     for b, row in enumerate(rows(read_slots, write_slots, None, _pool(conv_state, state), null_slot)):
         if row is None:
             out[b] = 0
             continue
         read, write = row
-        o, history, S = _token(
-            qkv[b], g_raw[b], beta_logits[b], conv_state[read].float(), state[read].float(), conv_weight, conv_bias,
-            gate, A_log, dt_bias, lower_bound, scale, allow_neg_eigval,
-        )  # fmt: skip
+        o, history, S = token(qkv[b], g_raw[b], beta_logits[b], conv_state[read].float(), state[read].float())
         out[b] = reference.gated_norm(o, out_gate[b], norm_weight, norm_eps)
         conv_state[write] = history
         state[write] = S
@@ -152,18 +166,18 @@ def verify(
     qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, norm_weight, norm_eps,
     gate, A_log, dt_bias, lower_bound, scale, allow_neg_eigval, null_slot, out,
 ) -> None:  # fmt: skip
-    conv_weight, conv_bias = conv_weight.float(), None if conv_bias is None else conv_bias.float()
-    norm_weight = norm_weight.float()
+    token = _layer(
+        conv_weight, conv_bias, gate=gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+    g_raw, beta_logits, out_gate, norm_weight = (_plain(x) for x in (g_raw, beta_logits, out_gate, norm_weight))
     for b, row in enumerate(rows(read_slots, read_slots, None, _pool(conv_state, state), null_slot)):
         if row is None:
             out[b] = 0
             continue
         history, S = conv_state[row[0]].float(), state[row[0]].float()
         for s in range(qkv.shape[1]):
-            o, history, S = _token(
-                qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S, conv_weight, conv_bias, gate, A_log, dt_bias,
-                lower_bound, scale, allow_neg_eigval,
-            )  # fmt: skip
+            o, history, S = token(qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S)
             out[b, s] = reference.gated_norm(o, out_gate[b, s], norm_weight, norm_eps)
             S = _stored(S, state)
 
@@ -172,7 +186,11 @@ def commit(
     qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state, accepted, read_slots, write_slots, gate, A_log,
     dt_bias, lower_bound, allow_neg_eigval, null_slot,
 ) -> None:  # fmt: skip
-    conv_weight, conv_bias = conv_weight.float(), None if conv_bias is None else conv_bias.float()
+    token = _layer(
+        conv_weight, conv_bias, gate=gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=1.0,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+    g_raw, beta_logits = _plain(g_raw), _plain(beta_logits)
     counts = accepted.clamp(0, qkv.shape[1]).tolist()
     for b, row in enumerate(rows(read_slots, write_slots, None, _pool(conv_state, state), null_slot)):
         if row is None or counts[b] == 0:
@@ -180,10 +198,7 @@ def commit(
         read, write = row
         history, S = conv_state[read].float(), state[read].float()
         for s in range(counts[b]):
-            _, history, S = _token(
-                qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S, conv_weight, conv_bias, gate, A_log, dt_bias,
-                lower_bound, 1.0, allow_neg_eigval,
-            )  # fmt: skip
+            _, history, S = token(qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S)
             S = _stored(S, state)
         conv_state[write] = history
         state[write] = S
@@ -201,8 +216,8 @@ def _pool(conv_state: torch.Tensor, state: torch.Tensor) -> int:
 
 def gated_rms_norm(o, gate, weight, eps, out) -> None:
     V = o.shape[-1]
-    # A tile above the size at which torch splits a loop over threads would put loop tails inside rows.
-    height = max(1, min(reference.CHUNK, 32768 // V))
+    # Whole vectors, and under the size at which torch splits a loop over threads: no row meets a loop's tail.
+    height = reference.CHUNK if V <= 512 else reference.CHUNK // 2
     flat_o, flat_gate, weight = o.reshape(-1, V), gate.reshape(-1, V), weight.float()
     result = torch.empty(flat_o.shape, dtype=torch.float32, device=o.device)
     for at in range(0, flat_o.shape[0], height):
