@@ -1,12 +1,9 @@
-"""Settings shared by every test: one torch thread a worker, a fixed seed, and the `gpu` mark."""
-
-import os
+"""Settings shared by every test: one torch thread, a fixed seed, and the `gpu` mark."""
 
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # small tensors: a second thread costs more than it gives, most of all beside other workers
 
 
 def pytest_collection_modifyitems(items):

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = app(args=None if argv is None else list(argv), prog_name="thalweg", standalone_mode=False)
         sys.stdout.flush()
+        if code == 130:
+            raise KeyboardInterrupt
     except (KeyboardInterrupt, typer.Abort):
         code = _fail("stopped", 130)
     except usage as error:
@@ -58,13 +60,16 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Aligned columns; where standard output is no terminal, plain text and one line a row however wide."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(columns, *cells)]
+        for row in [columns, *cells]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        return
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console = Console(markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, emoji=False, width=10_000, no_color=True)
-    console.print(table)
+    for row in cells:
+        table.add_row(*row)
+    Console(markup=False, highlight=False, emoji=False).print(table)
 
 
 def device_named(name: str | None) -> str:
@@ -74,14 +79,12 @@ def device_named(name: str | None) -> str:
     from thalweg.bench.calls import default_device
 
     name = name or default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in name and not index.isdecimal()):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(index or 0) >= count:
+        raise ValueError(f"device {name} is not there: this machine has {count} of kind {kind}")
     return name
 
 

@@ -37,10 +37,11 @@ def check(ops: Sequence[str], device: str, impl: str | None = None, seed: int = 
         raise ValueError(f"impl must be one of {', '.join(sorted(names))}, got {impl!r}")
     for case in SMALL.values():
         if not ops or case.op in ops:
-            yield from _check_case(case, device, impl, seed)
+            yield from check_case(case, device, impl, seed)
 
 
-def _check_case(case: Case, device: str, only: str | None, seed: int) -> Iterator[Row]:
+def check_case(case: Case, device: str, only: str | None = None, seed: int = 0) -> Iterator[Row]:
+    """A row for each implementation of the case's op, or for the one named `only`."""
     args = case.make(device, seed)
     truth, twin = (expected(case.op, args, dtype) for dtype in (TRUTH, TWIN))
     call = captured(case.op, args)

@@ -93,7 +93,7 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The chunk form on at most 64 tokens `[HV, C, ..]`, each product's operands rounded by `low`."""
     count = q.shape[-2]
-    q, k, v, g, beta = (F.pad(x, (*(0, 0) * (x.dim() - 2), 0, 64 - count)) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (F.pad(x, (*(0, 0) * (x.dim() - 2), 0, 64 - count)).contiguous() for x in (q, k, v, g, beta))
     terms = kda.chunk_terms(low(q), low(k), g, beta, scale)
     grown, last = terms.g_cum.exp(), terms.g_cum[..., -1:, :]
     flat = low(S.transpose(-1, -2))
