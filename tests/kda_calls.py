@@ -71,7 +71,7 @@ def run(op, call, **changes):
 
 def commit(call, accepted, **changes):
     """kda_commit of a kda_verify call on copies of the pools: returns (state, conv_state)."""
-    call = {**call, "accepted": torch.tensor(accepted), **changes}
+    call = {**call, "accepted": torch.tensor(accepted, dtype=torch.int32), **changes}
     for unused in ("out_gate", "norm_weight", "norm_eps"):
         call.pop(unused)
     _, state, conv_state = run(kda.kda_commit, call)

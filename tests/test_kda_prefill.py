@@ -164,7 +164,7 @@ def test_bits_do_not_depend_on_cuts_at_64(dims):
 
 
 def test_bits_depend_on_other_cuts():
-    """The control of the test above: 63 is no chunk's end, the sums differ in their last digits and the test sees it."""
+    """The control of the test above: 63 ends no chunk, the last digits differ and the test sees it."""
     call = calls.prefill((200,))
     whole = calls.run(kda_prefill, call)
     out, state = pieces(call, (63,))

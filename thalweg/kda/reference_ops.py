@@ -31,6 +31,11 @@ def rows(
     return [None if read < 0 or write < 0 else (read, write) for read, write in zip(reads, writes)]
 
 
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous float32: torch takes another loop, with other last digits, through a strided view."""
+    return x.float().contiguous()
+
+
 def _tile(x: torch.Tensor, at: int, count: int) -> torch.Tensor:
     """x `[T, H, D]` from row `at`: float32 `[H, 64, D]`, rows past `count` are zero whatever lies behind them."""
     tile = x.new_zeros(x.shape[1], reference.CHUNK, x.shape[2], dtype=torch.float32)
@@ -54,7 +59,7 @@ def prefill(
         if row is None or lo >= hi:
             continue
         read, write = row
-        S = torch.zeros_like(state[write], dtype=torch.float32) if read < 0 else state[read].float()
+        S = torch.zeros_like(state[write], dtype=torch.float32) if read < 0 else _plain(state[read])
         for at in range(lo, hi, reference.CHUNK):
             count = min(reference.CHUNK, hi - at)
             o, S = _chunk(
@@ -101,7 +106,7 @@ def conv(x, weight, cu_seqlens, conv_state, read_slots, write_slots, bias, fresh
         if row is None or lo >= hi:
             continue
         read, write = row
-        history = weight.new_zeros(x.shape[1], past) if read < 0 else conv_state[read].float()
+        history = weight.new_zeros(x.shape[1], past) if read < 0 else _plain(conv_state[read])
         for at in range(lo, hi, reference.CHUNK):
             count = min(reference.CHUNK, hi - at)
             tile = weight.new_zeros(reference.CHUNK, x.shape[1])
@@ -111,11 +116,6 @@ def conv(x, weight, cu_seqlens, conv_state, read_slots, write_slots, bias, fresh
             seen = torch.cat([history, tile[:count].t()], 1)
             history = seen[:, seen.shape[1] - past :]
         conv_state[write] = history
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous float32: torch takes another loop, with other last digits, through a strided view."""
-    return x.float().contiguous()
 
 
 def _token(
@@ -156,7 +156,7 @@ def decode(
             out[b] = 0
             continue
         read, write = row
-        o, history, S = token(qkv[b], g_raw[b], beta_logits[b], conv_state[read].float(), state[read].float())
+        o, history, S = token(qkv[b], g_raw[b], beta_logits[b], _plain(conv_state[read]), _plain(state[read]))
         out[b] = reference.gated_norm(o, out_gate[b], norm_weight, norm_eps)
         conv_state[write] = history
         state[write] = S
@@ -175,7 +175,7 @@ def verify(
         if row is None:
             out[b] = 0
             continue
-        history, S = conv_state[row[0]].float(), state[row[0]].float()
+        history, S = _plain(conv_state[row[0]]), _plain(state[row[0]])
         for s in range(qkv.shape[1]):
             o, history, S = token(qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S)
             out[b, s] = reference.gated_norm(o, out_gate[b, s], norm_weight, norm_eps)
@@ -196,7 +196,7 @@ def commit(
         if row is None or counts[b] == 0:
             continue
         read, write = row
-        history, S = conv_state[read].float(), state[read].float()
+        history, S = _plain(conv_state[read]), _plain(state[read])
         for s in range(counts[b]):
             _, history, S = token(qkv[b, s], g_raw[b, s], beta_logits[b, s], history, S)
             S = _stored(S, state)
