@@ -35,7 +35,13 @@ def test_one_step_equals_the_definition(gate, dtype, state_dtype):
 def test_options():
     call = calls.layer(1)
     plain = calls.run(kda_decode, call)
-    changes = ({"scale": 2.0}, {"allow_neg_eigval": True}, {"lower_bound": -1.5}, {"conv_bias": None}, {"norm_eps": 0.5})
+    changes = (
+        {"scale": 2.0},
+        {"allow_neg_eigval": True},
+        {"lower_bound": -1.5},
+        {"conv_bias": None},
+        {"norm_eps": 0.5},
+    )
     for change in changes:
         changed = {**call, **change}
         got = calls.run(kda_decode, changed)
@@ -110,7 +116,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize("bad", (-1, -9, 8, 2**31 - 1, 7))
 def test_b09_padding_rows(bad):
-    """Two live rows of eight: the rest NaN and on a bad slot, the pools NaN but for the live slots, in a wider buffer."""
+    """Two live rows of eight, the rest NaN and on a bad slot; pools NaN but for the live slots, in a wider buffer."""
     call = calls.layer(8)
     guard = {name: torch.full((12, *call[name].shape[1:]), torch.nan) for name in ("state", "conv_state")}
     for name, buffer in guard.items():
