@@ -176,16 +176,17 @@ class Peak(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.most, self.seen = 0, 0, set()
+        self.live, self.most, self.seen = 0, 0, set()  # seen: storages made under it and still alive
 
     def release(self, key, size):
         self.live -= size
         self.seen.discard(key)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)]
         results = func(*args, **(kwargs or {}))
         for x in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.seen:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in {*self.seen, *given}:
                 storage = x.untyped_storage()
                 self.seen.add(storage._cdata)
                 self.live += storage.nbytes()

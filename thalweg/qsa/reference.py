@@ -87,12 +87,12 @@ def score(index_q: torch.Tensor, keys: torch.Tensor, acc: torch.dtype = torch.fl
     fewer than 2^30 apart in practice) and rounded once to float32, so a row's bits do not depend on the other rows or
     on the matrix product's blocking; `acc=float32` gives that up for speed (training).
     """
-    keys = keys.to(acc).transpose(-1, -2)
     out_dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
-    total = None
-    for head in range(index_q.shape[-2]):
-        part = torch.relu((index_q[..., head, :].to(acc) @ keys).to(out_dtype))
-        total = part + 0.0 if total is None else total + part  # a zero score is always +0.0
+    dots = index_q.flatten(-3, -2).to(acc) @ keys.to(acc).transpose(-1, -2)  # all heads in one product
+    dots = dots.to(out_dtype).relu_().unflatten(-2, (-1, index_q.shape[-2]))
+    total = dots[..., 0, :] + 0.0  # a zero score is always +0.0
+    for head in range(1, index_q.shape[-2]):
+        total += dots[..., head, :]
     return total
 
 
@@ -153,6 +153,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tens
 def dense_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention of rows at `positions` `[R]` over all tokens 0..p of k, v `[N, Hkv, D]`; the dense equivalent."""
+    """Causal attention of rows at `positions` `[R]` over tokens 0..p of k, v `[N, Hkv, D]`; the dense equivalent."""
     tokens = torch.arange(k.shape[0], device=q.device)
     return attend(q, k, v, torch.where(tokens <= positions[:, None], tokens, -1), scale)

@@ -11,7 +11,8 @@ import torch
 
 from thalweg.qsa import reference
 
-ROW_TILE, KEY_TILE = 128, 1024  # rows x keys x 8 bytes of float64 dots stay in cache
+ROW_TILE, KEY_TILE = 64, 1024  # rows x heads x keys x 8 bytes of float64 dots stay in cache
+REQUESTS = 8  # whose keys are gathered and scored together
 TOPK_BYTES = 32 << 20  # temporaries of one top-k step
 GATHER_BYTES = 4 << 20  # float32 keys (and as much again of values) of one attention step
 
@@ -27,6 +28,21 @@ def page_slots(page_table: torch.Tensor, request: torch.Tensor, index: torch.Ten
     page = page_table[request, column.clamp(0, page_table.shape[1] - 1)].long()
     inside = (column >= 0) & (column < page_table.shape[1]) & (page >= 0) & (page < pages)
     return torch.where(inside, page * rows + index % rows, -1)
+
+
+def gather_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows `[R, M]` (flat, all valid) of a pool `[pages, rows, heads, D]` -> `[R, M, heads, D]`.
+
+    Where rows are evenly spaced and a row's heads lie within one pitch (a plain cache, or the key half of a combined
+    one), whole pitches are copied, several times faster than element by element.
+    """
+    pages, page_rows, heads, D = pool.shape
+    page_pitch, pitch, head_pitch, one = pool.stride()
+    span = (heads - 1) * head_pitch + D
+    if one != 1 or (heads > 1 and head_pitch < D) or span > pitch or (pages > 1 and page_pitch != page_rows * pitch):
+        return pool[slots // page_rows, slots % page_rows]
+    rows = pool.as_strided((pages * page_rows, span), (pitch, 1)).index_select(0, slots.flatten())
+    return rows.as_strided((*slots.shape, heads, D), (slots.shape[1] * span, span, head_pitch, 1))
 
 
 def live_rows(row_request: torch.Tensor, requests: int) -> torch.Tensor:
@@ -93,32 +109,42 @@ def _write_ring(raw, positions, request, live, axes, raw_ring, ring_positions) -
         ring_positions[request[rows], entry] = axes[rows].to(ring_positions.dtype)
 
 
-def _rows_by_request(row_request: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each request with its rows (ascending) among the wanted ones."""
+def _batches(row_request: torch.Tensor, wanted: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The wanted rows, as requests `[B]` with equally many rows each and their rows `[B, c]`; B is at most `most`."""
     rows = wanted.nonzero().flatten()
     if rows.numel() == 0:
         return
     owner, order = row_request[rows].sort(stable=True)
     requests, counts = owner.unique_consecutive(return_counts=True)
-    yield from zip(requests.tolist(), rows[order].split(counts.tolist()))
+    lists = rows[order].split(counts.tolist())
+    for count in counts.unique().tolist():
+        for same in (counts == count).nonzero().flatten().split(most):
+            yield requests[same], torch.stack([lists[i] for i in same.tolist()])
 
 
-def _score_request(index_q, block_keys, page_table, request, rows, seen, out, out_rows) -> None:
-    """Scores of `rows`, all of one request, into `out[out_rows, :]`; columns at and past a row's `seen` stay."""
+def _score_batch(index_q, block_keys, page_table, requests, rows, seen, out, out_rows) -> None:
+    """Scores of rows `[B, c]` of B requests into `out[out_rows, :]`; columns at and past the furthest `seen` stay."""
     pages, page_rows = block_keys.shape[:2]
-    pieces = list(zip(rows.split(ROW_TILE), out_rows.split(ROW_TILE), seen.split(ROW_TILE)))
-    furthest = [int(part.max()) for _, _, part in pieces]
-    request = torch.tensor(request, device=index_q.device)
-    for lo in range(0, max(furthest), KEY_TILE):
-        column = torch.arange(lo, min(lo + KEY_TILE, max(furthest)), device=index_q.device)
-        slots = page_slots(page_table, request, column, page_rows, pages)
-        keys = block_keys[slots.clamp(min=0) // page_rows, slots.clamp(min=0) % page_rows].double()
-        for (row, out_row, part), end in zip(pieces, furthest):
-            if end > lo:
-                n = min(end - lo, column.numel())
-                scores = reference.score(index_q[row], keys[:n])
-                scores.masked_fill_((slots[:n] < 0) | (column[:n] >= part[:, None]), -torch.inf)
-                out[out_row, lo : lo + n] = scores
+    B, tile = len(requests), max(1, ROW_TILE // len(requests))
+    pieces = list(zip(rows.split(tile, 1), out_rows.split(tile, 1), seen.split(tile, 1)))
+    ends = [(int(part.min()), int(part.max())) for _, _, part in pieces]
+    furthest, step = max(most for _, most in ends), min(KEY_TILE, 4 * KEY_TILE // B)
+    for lo in range(0, furthest, step):
+        column = torch.arange(lo, min(lo + step, furthest), device=index_q.device)
+        slots = page_slots(page_table, requests[:, None], column, page_rows, pages)
+        holes, slots = (slots < 0)[:, None], slots.clamp(min=0)
+        whole = not holes.any()
+        keys = gather_rows(block_keys[:, :, None], slots)[:, :, 0].double()
+        for (row, out_row, part), (least, most) in zip(pieces, ends):
+            n = min(most - lo, column.numel())
+            if n <= 0:
+                continue
+            scores = reference.score(index_q[row], keys[:, :n])
+            if least < lo + n:
+                scores.masked_fill_(column[:n] >= part[..., None], -torch.inf)
+            if not whole:
+                scores.masked_fill_(holes[..., :n], -torch.inf)
+            out[out_row, lo : lo + n] = scores
 
 
 def score(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
@@ -126,8 +152,8 @@ def score(index_q, block_keys, page_table, row_request, visible, out, num_blocks
     out.fill_(-torch.inf)
     capacity = page_table.shape[1] * block_keys.shape[1]
     seen = visible.long().clamp(0, min(num_blocks, capacity)) * live_rows(row_request, page_table.shape[0])
-    for request, rows in _rows_by_request(row_request, seen > 0):
-        _score_request(index_q, block_keys, page_table, request, rows, seen[rows], out, rows)
+    for requests, rows in _batches(row_request, seen > 0, REQUESTS):
+        _score_batch(index_q, block_keys, page_table, requests, rows, seen[rows], out, rows)
 
 
 def _topk_rows(scores: torch.Tensor, seen: torch.Tensor, k: int, workspace_bytes: int) -> torch.Tensor:
@@ -174,40 +200,26 @@ def select(index_q, block_keys, page_table, row_request, visible, out, k, worksp
     seen = visible.long().clamp(0, capacity) * live_rows(row_request, page_table.shape[0])
     column = torch.arange(k, device=out.device)
     out.copy_(torch.where(column < seen[:, None], column, -1))
-    for request, rows in _rows_by_request(row_request, seen > k):
-        step = _rows_within(workspace_bytes, int(seen[rows].max()), k)
-        for part in rows.split(step):
+    if out.numel() == 0:
+        return
+    step = _rows_within(workspace_bytes, int(seen.max()), k)
+    for requests, rows in _batches(row_request, seen > k, min(REQUESTS, step)):
+        for part in rows.split(max(1, step // len(requests)), 1):
             ends = seen[part]
             scores = torch.full((part.numel(), int(ends.max())), -torch.inf, device=out.device)
-            here = torch.arange(part.numel(), device=out.device)
-            _score_request(index_q, block_keys, page_table, request, part, ends, scores, here)
-            out[part] = _topk_rows(scores, ends, k, workspace_bytes // 2).to(out.dtype)
+            here = torch.arange(part.numel(), device=out.device).view_as(part)
+            _score_batch(index_q, block_keys, page_table, requests, part, ends, scores, here)
+            out[part.flatten()] = _topk_rows(scores, ends.flatten(), k, workspace_bytes // 2).to(out.dtype)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Token rows `[R, M]` of a cache `[pages, page_tokens, Hkv, D]` -> `[R, Hkv, M, D]` float32, contiguous.
-
-    Where tokens are evenly spaced and each one's heads lie within one token's pitch (a plain cache, or the key half of
-    a combined one), whole pitches are copied, several times faster than element by element.
-    """
-    pages, page_tokens, heads, D = cache.shape
+def _gather_tokens(cache: torch.Tensor, slots: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Tokens `[R, M]` of a cache `[pages, page_tokens, Hkv, D]` -> `[R, Hkv, M, D]` float32, contiguous."""
     if cache.dtype == torch.float8_e4m3fn:
-        rows = _gather_rows(cache.view(torch.uint8), slots).view(torch.float8_e4m3fn)
+        rows = gather_rows(cache.view(torch.uint8), slots).view(torch.float8_e4m3fn)
     else:
-        rows = _gather_rows(cache, slots)
+        rows = gather_rows(cache, slots)
     rows = rows.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     return rows if scale is None else rows.mul_(scale)
-
-
-def _gather_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    pages, page_tokens, heads, D = cache.shape
-    page_pitch, pitch, head_pitch, one = cache.stride()
-    span = (heads - 1) * head_pitch + D
-    if one != 1 or (heads > 1 and head_pitch < D) or span > pitch or (pages > 1 and page_pitch != page_tokens * pitch):
-        return cache[slots // page_tokens, slots % page_tokens]
-    tokens = cache.as_strided((pages * page_tokens, span), (pitch, 1))
-    rows = tokens.index_select(0, slots.flatten())
-    return rows.as_strided((*slots.shape, heads, D), (slots.shape[1] * span, span, head_pitch, 1))
 
 
 def attend(
@@ -244,8 +256,8 @@ def _attend_rows(q, k_cache, v_cache, slots, scale, k_scale, v_scale) -> torch.T
     """
     unused = slots < 0
     filled = torch.where(unused, slots.amax(-1, keepdim=True).clamp(min=0), slots)
-    keys = _gather(k_cache, filled, k_scale)
+    keys = _gather_tokens(k_cache, filled, k_scale)
     grouped = q.float().unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, D]
     logits = (grouped @ keys.transpose(-1, -2)).mul_(scale)
     logits.masked_fill_(unused[:, None, None, :], -torch.inf)
-    return (torch.softmax(logits, -1) @ _gather(v_cache, filled, v_scale)).flatten(1, 2)
+    return (torch.softmax(logits, -1) @ _gather_tokens(v_cache, filled, v_scale)).flatten(1, 2)
