@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -162,3 +163,63 @@ def info(as_json: Json = False) -> None:
     usable = ["usable" if i["usable"] else "not usable" for i in found["implementations"]]
     table = [(op, name, state, text) for (op, name, text), state in zip(rows, usable)]
     print_table(("op", "implementation", f"on {found['default_device']}", ""), table)
+
+
+@app.command(epilog='Example: thalweg generate "def main():" --max-new-tokens 200 --temperature 0.8 --seed 1')
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="One or several texts.")] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A prompt from a file (- is standard input).")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Bytes to write at most, each prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest bytes that hold this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; default: the one shipped.")] = None,
+    device: Device = None,
+    impl: Annotated[str | None, typer.Option(help="Run every op through this implementation.")] = None,
+    check: Annotated[bool, typer.Option("--verify", help="Read the whole text again in one prefill, compare.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue PROMPT with the tiny model, text on standard output, speed on standard error."""
+    device = device_named(device)
+    from thalweg import generate as work
+    from thalweg.model import Decoder, Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    if check and temperature != 0.0:
+        raise ValueError("--verify needs temperature 0: it compares greedy choices")
+    texts = work.read_prompts(prompts or [], file or [])
+    model = Decoder.load(checkpoint, device=device)
+    stream = work.Stream(texts, sys.stdout)
+    written = work.generate(model, texts, sampling, impl, (lambda byte: None) if as_json else stream.put)
+    if not as_json:
+        stream.finish(written.texts)
+    print(work.summary(written.timing), file=sys.stderr)
+    if check and not written.interrupted:
+        lines = [work.verify(model, prompt, text, impl) for prompt, text in zip(texts, written.texts)]
+        written.verified = "\n".join(lines)
+        print(written.verified, file=sys.stderr)
+    if as_json:
+        work.write_whole(json.dumps(work.as_json(texts, written, sampling, device), indent=2) + "\n")
+    if written.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command(epilog="Example: thalweg bench e2e --case e2e-4096")
+def bench(
+    op: Annotated[str, typer.Argument(help="e2e: the whole model, prefill and decode.")] = "e2e",
+    case: Annotated[list[str] | None, typer.Option(help="Only this case; may be repeated.")] = None,
+    impl: Annotated[str | None, typer.Option(help="Run every op through this implementation.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed and memory on this machine."""
+    device = device_named(device)
+    from thalweg.bench import endtoend
+
+    if op != "e2e":
+        raise ValueError(f"bench: OP must be e2e, got {op!r}")
+    rows = [asdict(endtoend.run(name, device, impl)) for name in case or endtoend.CASES]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])

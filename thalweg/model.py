@@ -1,0 +1,273 @@
+"""A small hybrid decoder of KDA and QSA blocks over bytes: load, save, prefill, step, generate.
+
+Everything that mixes tokens goes through the public ops. A `Session` owns the caches of the sequences in flight; a
+packed prefill takes any pieces of any of them, a step takes one token of each, with padding rows for those that ended.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from thalweg import qsa
+from thalweg.layers import Block, Config
+from thalweg.state import PAGE_TOKENS, KDAState, Pages, QSAState, Step
+
+END = 0  # the byte that stands before every text and after it
+PIECE = 1024  # rows of one prefill pass: a multiple of the KDA chunk, so that cuts do not change a sequence's bits
+RING = 16  # raw index keys kept a sequence: a rejected tail of up to RING - ratio tokens can be rewritten
+
+
+def default_checkpoint() -> Path:
+    """Folder of the checkpoint that ships with the package."""
+    return Path(str(resources.files("thalweg"))) / "assets" / "tiny"
+
+
+class Decoder(nn.Module):
+    """Embedding, pre-norm blocks, norm, tied head."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        nn.init.normal_(self.embed.weight, std=config.hidden**-0.5)
+        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.blocks)
+        self.norm = nn.Parameter(torch.ones(config.hidden))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` after the last block -> `[..., vocab]`."""
+        return self.blocks[0].norm(x, self.norm) @ self.embed.weight.to(x.dtype).T
+
+    @staticmethod
+    def load(path: Path | str | None = None, device: object = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
+        """Loads `config.json` and `model.safetensors` from a folder (None: the checkpoint in the package).
+
+        Raises OSError for what cannot be read and ValueError, naming the file, for what is not such a checkpoint.
+        """
+        folder = default_checkpoint() if path is None else Path(path)
+        config, weights = folder / "config.json", folder / "model.safetensors"
+        try:
+            values = json.loads(config.read_text(encoding="utf-8"))
+            known = {f.name for f in fields(Config)}
+            if not isinstance(values, dict) or set(values) - known:
+                raise ValueError(f"unknown keys {sorted(set(values) - known)[:4]}" if isinstance(values, dict) else "not a JSON object")
+            model = Decoder(Config(**{**values, "blocks": tuple(values.get("blocks", Config.blocks))}))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{config}: not a Thalweg config: {error}") from None
+        if not weights.is_file():
+            raise FileNotFoundError(f"{weights}: no such file")
+        try:
+            tensors = load_file(weights)
+            model.load_state_dict(tensors)
+        except (SafetensorError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{weights}: does not fit {config.name}: {reason}") from None
+        return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def save(model: Decoder, folder: Path) -> None:
+    """Writes `config.json` and `model.safetensors` (matrices in bfloat16, vectors in float32) into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n: p.detach().to("cpu", torch.bfloat16 if p.dim() == 2 and min(p.shape) > 8 else torch.float32).contiguous()
+               for n, p in model.named_parameters()}  # fmt: skip
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n", encoding="utf-8")
+
+
+class Session:
+    """Sequences in flight on one model: caches for `capacity[i]` tokens of each sequence i, lengths, page table."""
+
+    def __init__(self, model: Decoder, capacity: Sequence[int], impl: str | None = None):
+        config, weight = model.config, model.embed.weight
+        self.model, self.impl, self.device = model, impl, weight.device
+        self.lengths = [0] * len(capacity)
+        needed = [-(-tokens // PAGE_TOKENS) for tokens in capacity]
+        self.pages = Pages(len(capacity), sum(needed), max(needed))
+        self.page_table = self.pages.table.to(self.device)
+        self.rope_table = qsa.rope_table(max(capacity), config.rotary_dim, config.rope_theta, self.device)
+        self.states = [self._state(kind, len(capacity), sum(needed) + 1, weight.dtype) for kind in config.blocks]
+
+    def _state(self, kind: str, sequences: int, pages: int, dtype: torch.dtype) -> KDAState | QSAState:
+        c, H, D = self.model.config, self.model.config.kda_heads, self.model.config.kda_dim
+        if kind == "kda":
+            conv = torch.zeros(sequences, 3 * H * D, c.conv_width - 1, dtype=dtype, device=self.device)
+            return KDAState(conv, torch.zeros(sequences, H, D, D, dtype=torch.float32, device=self.device))
+        caches = torch.zeros(2, pages, PAGE_TOKENS, c.kv_heads, c.head_dim, dtype=dtype, device=self.device)
+        keys = torch.zeros(pages, PAGE_TOKENS // c.ratio, c.index_dim, dtype=torch.bfloat16, device=self.device)
+        ring = torch.zeros(sequences, max(RING, c.ratio), c.index_dim, dtype=torch.bfloat16, device=self.device)
+        return QSAState(caches[0], caches[1], keys, ring)
+
+    def _step(self, pieces: list[tuple[int, int]], decode: bool) -> Step:
+        """Metadata of one pass over `count` next tokens of each sequence; sequence -1 is a padding row."""
+        rows, starts, counts = [], [], []
+        for sequence, count in pieces:
+            start = self.lengths[sequence] if sequence >= 0 else -1
+            if sequence >= 0 and self.pages.grow(sequence, start + count):
+                self.page_table = self.pages.table.to(self.device)
+            rows.append(torch.full((count,), sequence))
+            starts.append(torch.arange(start, start + count))
+            counts.append(count)
+        row_request, positions = torch.cat(rows), torch.cat(starts)
+        page = self.pages.table[row_request, (positions // PAGE_TOKENS).clamp(min=0)].long().masked_fill(positions < 0, 0)
+        slots = torch.tensor([sequence for sequence, _ in pieces])
+        to = self.device
+        positions = positions.to(to)
+        return Step(
+            decode=decode,
+            cu_seqlens=torch.tensor([0, *counts]).cumsum(0).to(to),
+            slots=slots.to(to),
+            fresh=torch.tensor([sequence >= 0 and self.lengths[sequence] == 0 for sequence, _ in pieces]).to(to),
+            row_request=row_request.to(to),
+            positions=positions,
+            visible=qsa.visible_blocks(positions, self.model.config.ratio),
+            page=page.to(to),
+            page_row=positions.clamp(min=0) % PAGE_TOKENS,
+            page_table=self.page_table,
+            rope_table=self.rope_table,
+            rope=qsa.rope_rows(self.rope_table, positions),
+        )  # fmt: skip
+
+    def _forward(self, tokens: torch.Tensor, pieces: list[tuple[int, int]], decode: bool) -> torch.Tensor:
+        step = self._step(pieces, decode)
+        x = self.model.embed(tokens.to(self.device))
+        for block, state in zip(self.model.blocks, self.states):
+            x = block(x, state, step, self.impl)
+        for sequence, count in pieces:
+            if sequence >= 0:
+                self.lengths[sequence] += count
+        return x
+
+    @torch.inference_mode()
+    def prefill(self, pieces: list[tuple[int, torch.Tensor]], every_row: bool = False) -> torch.Tensor:
+        """Packs the next tokens of some sequences into one pass; logits of each piece's last row `[pieces, vocab]`.
+
+        pieces: (sequence, int64 tokens); a piece may be empty only if no logits of it are used. every_row: logits of
+        all rows `[T, vocab]`.
+        """
+        counts = [len(tokens) for _, tokens in pieces]
+        spans = [(sequence, count) for (sequence, _), count in zip(pieces, counts)]
+        x = self._forward(torch.cat([tokens for _, tokens in pieces]), spans, decode=False)
+        return self.model.logits(x if every_row else x[torch.tensor(counts).cumsum(0).to(x.device) - 1])
+
+    @torch.inference_mode()
+    def step(self, tokens: torch.Tensor, live: Sequence[bool] | None = None) -> torch.Tensor:
+        """One token of every sequence `[sequences]`; rows that are not live are padding. Logits `[sequences, vocab]`."""
+        pieces = [(i if live is None or live[i] else -1, 1) for i in range(len(self.lengths))]
+        return self.model.logits(self._forward(tokens, pieces, decode=True))
+
+
+@dataclass
+class Sampling:
+    """temperature 0 is greedy; top_p in (0, 1]; a prompt's draws depend on the seed alone, not on its company."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """The next token from one row of logits `[vocab]`, on the host."""
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        probs, order = torch.softmax(logits.double().cpu() / self.temperature, -1).sort(descending=True, stable=True)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= self.top_p, 0.0)
+        return int(order[torch.multinomial(probs, 1, generator=generator)])
+
+
+@dataclass
+class Timing:
+    """Tokens and seconds of a generation: prefill until the first logits of every prompt, then the steps."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+def encode(text: bytes) -> torch.Tensor:
+    """Tokens of a text: the byte that stands before every text, then its bytes."""
+    return torch.frombuffer(bytearray(bytes([END]) + text), dtype=torch.uint8).long()
+
+
+def prefill_pieces(lengths: Sequence[int], piece: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts prompts into passes of at most `piece` rows, (sequence, start, stop); cuts are at multiples of `piece`."""
+    passes: list[tuple[int, int, int]] = []
+    rows = 0
+    for sequence, length in enumerate(lengths):
+        for start in range(0, length, piece):
+            stop = min(start + piece, length)
+            if rows + stop - start > piece:
+                yield passes
+                passes, rows = [], 0
+            passes, rows = [*passes, (sequence, start, stop)], rows + stop - start
+    if passes:
+        yield passes
+
+
+@dataclass
+class Generation:
+    """Iterates over (prompt index, byte) as they come; `timing` is filled in on the way."""
+
+    model: Decoder
+    prompts: Sequence[bytes]
+    sampling: Sampling
+    impl: str | None = None
+    piece: int = PIECE
+    on_prefill: Callable[[int, int], None] | None = None  # rows done, rows in all
+    timing: Timing = field(default_factory=Timing)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        tokens = [encode(prompt) for prompt in self.prompts]
+        session = Session(self.model, [len(t) + self.sampling.max_new_tokens for t in tokens], self.impl)
+        logits = self._prefill(session, tokens)
+        generators = [torch.Generator().manual_seed(self.sampling.seed) for _ in tokens]
+        live = [True] * len(tokens)
+        for made in range(self.sampling.max_new_tokens):
+            drawn = [self.sampling.draw(row, g) if on else END for row, g, on in zip(logits, generators, live)]
+            live = [on and token != END for on, token in zip(live, drawn)]
+            yield from ((i, token) for i, token in enumerate(drawn) if live[i])
+            if not any(live) or made + 1 == self.sampling.max_new_tokens:
+                return
+            started = time.perf_counter()
+            logits = session.step(torch.tensor(drawn), live)
+            self.timing.decode_tokens += sum(live)
+            self.timing.decode_seconds += time.perf_counter() - started
+
+    def _prefill(self, session: Session, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+        started, done, total = time.perf_counter(), 0, sum(len(t) for t in tokens)
+        last: list[torch.Tensor] = [torch.empty(0)] * len(tokens)
+        for spans in prefill_pieces([len(t) for t in tokens], self.piece):
+            logits = session.prefill([(i, tokens[i][start:stop]) for i, start, stop in spans])
+            for row, (i, _, _) in zip(logits, spans):
+                last[i] = row
+            done += sum(stop - start for _, start, stop in spans)
+            if self.on_prefill is not None:
+                self.on_prefill(done, total)
+        self.timing.prefill_tokens, self.timing.prefill_seconds = total, time.perf_counter() - started
+        return last
+
+
+def bits_per_byte(model: Decoder, text: bytes, piece: int = PIECE, impl: str | None = None) -> float:
+    """Mean bits the model needs for each byte of a text, read as one sequence through the ops."""
+    tokens = encode(text)
+    session, total = Session(model, [len(tokens)], impl), 0.0
+    for [(_, start, stop)] in prefill_pieces([len(tokens) - 1], piece):
+        logits = session.prefill([(0, tokens[start:stop])], every_row=True)
+        target = tokens[start + 1 : stop + 1].to(logits.device)
+        total += torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum").item()
+    return total / len(text) / 0.6931471805599453
