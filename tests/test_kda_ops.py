@@ -86,6 +86,18 @@ def test_conv_bits_do_not_depend_on_company_or_cuts_at_64(C):
     assert calls.same(torch.cat(outputs), packed[67:]) and calls.same(state[3], pool[3])
 
 
+@pytest.mark.parametrize("splits", ((40, 5), (40, 1, 1, 1, 1, 1), (64, 1), (63, 2), (1, 2, 65)))
+def test_b14_conv_continues_in_calls_of_any_length(splits):
+    call = conv_call((sum(splits),))
+    whole = calls.run(kda_conv, call)
+    state, outputs, lo = calls.copy(call["conv_state"]), [], 0
+    for length in splits:
+        piece = {**call, "x": call["x"][lo : lo + length], "cu_seqlens": torch.tensor([0, length]), "conv_state": state}
+        outputs.append(kda_conv(**piece))
+        lo += length
+    assert oracle.error(torch.cat(outputs), whole[0]) < 1e-6 and calls.same(state, whole[2])
+
+
 def test_b12_fresh_reads_nothing():
     call = conv_call((5, 70))
     fresh = torch.tensor([True, False])
