@@ -29,6 +29,10 @@ def _describe(value: object) -> str:
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
+def _matches(have: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(have) == len(wanted) and all(size is None or size == got for size, got in zip(wanted, have))
+
+
 def expect(
     op: str,
     argument: str,
@@ -47,8 +51,7 @@ def expect(
     """
     if tensor is None and optional:
         return
-    fits = isinstance(tensor, torch.Tensor) and tensor.dim() == len(shape)
-    fits = fits and all(size is None or size == have for size, have in zip(shape, tensor.shape))
+    fits = isinstance(tensor, torch.Tensor) and (tensor.shape == shape or _matches(tensor.shape, shape))
     if not fits or tensor.dtype not in dtypes or tensor.device != device:
         sizes = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -86,12 +86,11 @@ def _chunk(
         q, k = reference.l2norm(torch.stack([q, k])).unbind()
     if group > 1:
         q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
-    # Activated at full width, then cut: a gate of 0 is not a decay of 1.
+    # Activated at full width, then cut: a raw gate of 0 is a decay, which must not reach the state. A key of 0 does not.
     g = reference.log_decay(g.transpose(0, 1), gate, A_log, dt_bias, lower_bound).transpose(0, 1)
     beta = reference.write_strength(beta, allow_neg_eigval)
     if count < reference.CHUNK:
         g[:, count:] = 0.0
-        beta[:, count:] = 0.0
     o, S, _ = reference.chunked(q, k, v, g, beta, S, scale)
     return o, S
 
