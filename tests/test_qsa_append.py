@@ -174,6 +174,10 @@ def test_block_on_a_hole_or_past_the_table_is_skipped():
     assert found == [[2, 0], [2, 1], [3, 0], [3, 1]]
     index.table = index.table[:, :0]
     index.append(torch.randn(4, 120), range(4), 0)  # no page at all
+    for empty in (index.keys[:0], index.keys[:, :0]):
+        other = Index(1, 20)
+        other.keys = empty
+        other.append(torch.randn(4, 120), range(4), 0)
 
 
 def test_views_and_index_types_do_not_change_the_result():

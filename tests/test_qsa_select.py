@@ -95,6 +95,8 @@ def test_score_columns_are_what_the_caller_asks_for():
     assert torch.equal(more[:, :20], full) and (more[:, 20:] == -torch.inf).all()
     assert qsa_score(q, pool, table, row, torch.tensor([20]), 0).shape == (1, 0)
     assert qsa_score(q[:0], pool, table, row[:0], row[:0], 9).shape == (0, 9)
+    for empty in (pool[:0], pool[:, :0]):
+        assert (qsa_score(q, empty, table, row, torch.tensor([20]), 9) == -torch.inf).all()
 
 
 def test_score_of_nothing_in_common_is_positive_zero():

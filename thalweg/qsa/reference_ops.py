@@ -22,7 +22,7 @@ def page_slots(page_table: torch.Tensor, request: torch.Tensor, index: torch.Ten
 
     request and index broadcast; request must be a valid row of the table. index -1 gives -1.
     """
-    if page_table.shape[1] == 0:
+    if page_table.shape[1] == 0 or pages * rows == 0:
         return torch.full(torch.broadcast_shapes(request.shape, index.shape), -1, device=page_table.device)
     column = torch.div(index, rows, rounding_mode="floor")
     page = page_table[request, column.clamp(0, page_table.shape[1] - 1)].long()
@@ -123,8 +123,10 @@ def _batches(row_request: torch.Tensor, wanted: torch.Tensor, most: int) -> Iter
 
 
 def _score_batch(index_q, block_keys, page_table, requests, rows, seen, out, out_rows) -> None:
-    """Scores of rows `[B, c]` of B requests into `out[out_rows, :]`; columns at and past the furthest `seen` stay."""
+    """Scores of rows `[B, c]` of B requests into `out[out_rows, :]`, which holds -inf; what nobody sees stays."""
     pages, page_rows = block_keys.shape[:2]
+    if pages == 0:
+        return
     B, tile = len(requests), max(1, ROW_TILE // len(requests))
     pieces = list(zip(rows.split(tile, 1), out_rows.split(tile, 1), seen.split(tile, 1)))
     ends = [(int(part.min()), int(part.max())) for _, _, part in pieces]
