@@ -86,7 +86,7 @@ def _chunk(
         q, k = reference.l2norm(torch.stack([q, k])).unbind()
     if group > 1:
         q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
-    # Activated at full width, then cut: a raw gate of 0 is a decay, which must not reach the state. A key of 0 does not.
+    # Activated at full width, then cut: a raw gate of 0 is a decay, which must not reach the state; a zero key cannot.
     g = reference.log_decay(g.transpose(0, 1), gate, A_log, dt_bias, lower_bound).transpose(0, 1)
     beta = reference.write_strength(beta, allow_neg_eigval)
     if count < reference.CHUNK:
