@@ -28,7 +28,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(BASE)
-	@$(RUN) -m thalweg generate "$(PROMPT)" $(ARGS)
+	@$(RUN) -m thalweg generate "$(PROMPT)" --verify $(ARGS)
 
 test: $(DEV)
 	@$(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))') $(ARGS)
@@ -44,12 +44,14 @@ lint: $(DEV)
 	@$(RUN) -m ruff format --check .
 
 # The pinned versions first; where this machine cannot have them, whatever pyproject.toml allows.
-PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
+PIP = $(VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check
 define install
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV) (once; the output is in $(VENV)/install.log)"
-	@$(if $(CONSTRAINTS),$(PIP) -c $(CONSTRAINTS) -e '.$(1)' 2>$(VENV)/install.log || )$(PIP) -e '.$(1)'
-	@touch $@
+@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+@echo "Installing into $(VENV), once"
+@$(if $(CONSTRAINTS),$(PIP) -c $(CONSTRAINTS) -e '.$(1)' 2>$(VENV)/install.log \
+	|| { echo "$(CONSTRAINTS) cannot be met here ($(VENV)/install.log says why): taking the newest versions"; false; } \
+	|| )$(PIP) -e '.$(1)'
+@touch $@
 endef
 
 $(VENV)/.installed: pyproject.toml $(wildcard constraints-cpu.txt)

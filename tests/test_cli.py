@@ -33,7 +33,7 @@ def refused(result: tuple[int, str, str], *words: str) -> None:
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("command", ["check", "explain", "info"])
+@pytest.mark.parametrize("command", ["bench", "check", "explain", "generate", "info"])
 def test_help_has_an_example_that_starts_with_the_command(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0 and f"Example: thalweg {command}" in out

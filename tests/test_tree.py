@@ -73,7 +73,8 @@ def allowed(module: str) -> set[str]:
         "thalweg.layers": {"thalweg.state"} | API | REFERENCES,
         "thalweg.model": {"thalweg.state", "thalweg.layers"} | API,
         "thalweg.bench": FREE | API | REFERENCES | bench | {"thalweg.cases", "thalweg.model", "thalweg.layers"},
-        "thalweg.cli": {"thalweg.cases", "thalweg.model"} | bench,
+        "thalweg.generate": {"thalweg.model"},
+        "thalweg.cli": {"thalweg.cases", "thalweg.model", "thalweg.generate"} | bench,
         "thalweg.__main__": {"thalweg.cli"},
     }[family]
 
