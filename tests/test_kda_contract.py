@@ -70,6 +70,22 @@ def test_b33_fullgraph_compiled_equals_eager(op):
         assert all(calls.same(traced[n], eager[n]) for n in names if torch.is_tensor(eager[n]))
 
 
+def test_b31_one_graph_serves_every_batch_size():
+    torch._dynamo.reset()
+    graphs = []
+    names = list(calls.layer(2))
+
+    def step(*args):
+        return kda.kda_decode(**dict(zip(names, args)))
+
+    compiled = torch.compile(step, backend=lambda g, _: graphs.append(g) or g, fullgraph=True, dynamic=True)
+    for B in (2, 3, 5, 8):
+        call = calls.layer(B)
+        wanted = calls.run(kda.kda_decode, call)[0]
+        assert calls.same(compiled(*(calls.copy(x) if torch.is_tensor(x) else x for x in call.values())), wanted)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_out_is_used_and_returned(op):
     call = example(op)

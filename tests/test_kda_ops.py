@@ -86,6 +86,22 @@ def test_conv_bits_do_not_depend_on_company_or_cuts_at_64(C):
     assert calls.same(torch.cat(outputs), packed[67:]) and calls.same(state[3], pool[3])
 
 
+def test_b14_conv_bits_do_not_depend_on_later_tokens():
+    call = conv_call((130,), C=7)
+    whole = calls.run(kda_conv, call)[0]
+    for count in (1, 2, 40, 63, 65, 129):
+        call["cu_seqlens"] = torch.tensor([0, count])
+        assert calls.same(calls.run(kda_conv, call)[0][:count], whole[:count])
+
+
+def test_b05_conv_of_an_empty_sequence_touches_nothing():
+    call = conv_call((0, 3))
+    fresh, write = torch.tensor([True, False]), torch.tensor([4, 2])
+    for changes in ({}, {"fresh": fresh}):
+        _, _, pool = calls.run(kda_conv, call, write_slots=write, **changes)
+        assert calls.same(pool[[0, 1, 3, 4]], call["conv_state"][[0, 1, 3, 4]]) and pool[2].isfinite().all()
+
+
 @pytest.mark.parametrize("splits", ((40, 5), (40, 1, 1, 1, 1, 1), (64, 1), (63, 2), (1, 2, 65)))
 def test_b14_conv_continues_in_calls_of_any_length(splits):
     call = conv_call((sum(splits),))

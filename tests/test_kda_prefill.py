@@ -172,6 +172,15 @@ def test_bits_depend_on_other_cuts():
     assert oracle.error(out, whole[0]) < 1e-5 and oracle.error(state[1], whole[1][1]) < 1e-5
 
 
+@pytest.mark.parametrize("dims", ({}, {"H": 1, "HV": 3, "K": 7, "V": 5}))
+def test_b14_bits_do_not_depend_on_later_tokens(dims):
+    call = calls.prefill((130,), **dims)
+    whole = calls.run(kda_prefill, call)[0]
+    for count in (1, 2, 40, 63, 65, 129):
+        call["cu_seqlens"] = torch.tensor([0, count])
+        assert calls.same(calls.run(kda_prefill, call)[0][:count], whole[:count])
+
+
 def test_bits_are_the_same_run_to_run():
     call = calls.prefill(RAGGED)
     first, second = calls.run(kda_prefill, call), calls.run(kda_prefill, call)

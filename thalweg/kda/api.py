@@ -14,7 +14,7 @@ clipped, on slots past the pool and on slots shared against the rule above. Bad 
 `op: argument must be WANTED, got GOT`, before anything runs. No gradient is recorded.
 
 Bits. A row's results do not depend on the other rows of the call, nor on when it runs; in `kda_prefill` and `kda_conv`
-also not on cuts at multiples of 64 tokens (the state carried in a float32 pool).
+also not on cuts at multiples of 64 tokens (the state carried in a float32 pool), nor a token's output on later tokens.
 """
 
 import torch
