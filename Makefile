@@ -46,7 +46,7 @@ lint: $(DEV)
 # The pinned versions first; where this machine cannot have them, whatever pyproject.toml allows.
 PIP = $(VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check
 define install
-@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+@$(PYTHON) -m venv $(VENV)
 @echo "Installing into $(VENV), once"
 @$(if $(CONSTRAINTS),$(PIP) -c $(CONSTRAINTS) -e '.$(1)' 2>$(VENV)/install.log \
 	|| { echo "$(CONSTRAINTS) cannot be met here ($(VENV)/install.log says why): taking the newest versions"; false; } \
