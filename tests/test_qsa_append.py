@@ -81,6 +81,16 @@ def test_groups_completed_across_calls_have_the_bits_of_one_call(ring, step):
     assert same_bits(pieces.ring, index.ring)
 
 
+def test_a_group_takes_no_token_of_the_request_before_it():
+    """Request 0 ends at position 6 of the call, request 1 goes on at 7: its other members are in its ring."""
+    index, qk, history = Index(2, 20), torch.randn(8, 120), torch.randn(7, 120)
+    index.append(history, range(7), 1)
+    index.append(qk, range(8), [0] * 7 + [1])
+    raw = torch.cat([history, qk[7:]])[:, -40:]
+    want = slow.block_keys(raw, index.weights[1], range(8), R, THETA, 4)
+    torch.testing.assert_close(index.blocks(1, 2).double(), want, rtol=1e-4, atol=1e-4)
+
+
 def test_append_is_idempotent():
     index = Index(1, 30, ring=9, dtype=torch.bfloat16)
     qk = torch.randn(30, 120).bfloat16()
