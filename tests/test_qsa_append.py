@@ -6,7 +6,7 @@ import torch
 
 from thalweg.qsa import qsa_append, rope_table
 
-R, THETA, P = 24, 1e4, 400
+R, THETA, P = 20, 1e4, 400  # 10 lanes: not a multiple of the three axes
 
 
 class Index:
@@ -67,6 +67,18 @@ def test_queries_and_block_keys_equal_the_slow_ones(ratio, page_rows, Hi, Di):
         for p in range(max(0, n - index.ring.shape[1]), n):
             assert torch.equal(index.ring[request, p % index.ring.shape[1]], raw[p])
     assert index.written() == sum(n // ratio for n in lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_stage_is_rounded_to_the_pool_dtype(dtype):
+    """Bit for bit with the rounding after mean, norm and RoPE, but for the few values that lie on a rounding edge."""
+    index = Index(1, 400, Di=64, page_rows=50, dtype=dtype)
+    qk = torch.randn(400, 192).to(dtype)
+    q = index.append(qk, range(400), 0)
+    want = slow.queries(qk.unflatten(-1, (3, 64))[:, :2], index.weights[0], range(400), R, THETA, dtype)
+    assert (q == want).float().mean() > 0.995
+    want = slow.block_keys(qk[:, -64:], index.weights[1], range(400), R, THETA, 4, dtype)
+    assert (index.blocks(0, 100) == want).float().mean() > 0.995
 
 
 @pytest.mark.parametrize("ring", [4, 5, 11])

@@ -40,7 +40,7 @@ def gather_rows(pool: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor |
     pages, page_rows, heads, D = pool.shape
     page_pitch, pitch, head_pitch, one = pool.stride()
     span = (heads - 1) * head_pitch + D
-    if one != 1 or (heads > 1 and head_pitch < D) or span > pitch or (pages > 1 and page_pitch != page_rows * pitch):
+    if one != 1 or span > pitch or (pages > 1 and page_pitch != page_rows * pitch):
         return pool[slots // page_rows, slots % page_rows]
     flat = pool.as_strided((pages * page_rows, span), (pitch, 1))
     if scratch is None or scratch.dtype != pool.dtype or scratch.numel() < slots.numel() * span:
