@@ -31,7 +31,8 @@ def refused(capfd, *arguments):
 
 
 def test_text_speed_and_the_decode_is_prefill_line(capfd):
-    code, out, err = run(capfd, "generate", "def read(path):\n    ", "--max-new-tokens", "20", "--verify")
+    options = ("--max-new-tokens", "20", "--verify", "--temperature", "1")
+    code, out, err = run(capfd, "generate", "def read(path):\n    ", *options)
     assert code == 0 and out.endswith("\n") and len(out.encode()) <= 21
     assert "tokens/s" in err and "decode = prefill: 20 of 20 bytes" in err
 
@@ -74,7 +75,6 @@ def test_bad_input_is_one_line_and_exit_2(capfd, tmp_path):
         ("--impl", "fastest"),
     ):
         assert name.strip("-").split("-")[0] in refused(capfd, "generate", "x", name, value).lower()
-    assert "temperature 0" in refused(capfd, "generate", "x", "--verify", "--temperature", "1")
 
 
 def test_broken_checkpoints_are_one_line_and_exit_2(capfd, tmp_path):
@@ -94,7 +94,8 @@ def test_a_full_disk_is_one_line_and_exit_2():
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_keeps_what_was_written():
     command = [sys.executable, "-u", "-m", "thalweg", "generate", "def f(", "--max-new-tokens", "100000"]
-    process = subprocess.Popen(command + ["--temperature", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    command += ["--temperature", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     first = process.stdout.read(5)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

@@ -122,7 +122,8 @@ def test_top_p_keeps_the_likeliest_byte_only_when_small():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": -1}]
+    "bad",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": -1}],
 )
 def test_bad_sampling_is_named(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -180,6 +181,7 @@ def test_save_and_load_round_trip(tmp_path):
 def broken_checkpoints(folder):
     """(what, path) of folders that are no checkpoint of ours."""
     good = {name: (default_checkpoint() / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    other = json.dumps({**json.loads(good["config.json"]), "mlp": 7}).encode()
     cases = {
         "no config": {"model.safetensors": good["model.safetensors"]},
         "no weights": {"config.json": good["config.json"]},
@@ -188,7 +190,7 @@ def broken_checkpoints(folder):
         "config is no JSON": {**good, "config.json": b"{"},
         "config is a list": {**good, "config.json": b"[1]"},
         "foreign config": {**good, "config.json": b'{"model_type": "llama", "hidden_size": 64}'},
-        "config of another shape": {**good, "config.json": json.dumps({**json.loads(good["config.json"]), "mlp": 7}).encode()},
+        "config of another shape": {**good, "config.json": other},
         "bad block": {**good, "config.json": b'{"blocks": ["mamba"]}'},
         "bad type": {**good, "config.json": b'{"hidden": "big"}'},
     }  # fmt: skip
