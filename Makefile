@@ -31,6 +31,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(BASE)
+	@printf '%s' "$(PROMPT)"
 	@$(RUN) -m thalweg generate "$(PROMPT)" --temperature 0.5 --seed 1 --verify $(ARGS)
 
 test: $(DEV)
