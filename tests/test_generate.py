@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,11 +95,16 @@ def test_a_full_disk_is_one_line_and_exit_2():
 def test_ctrl_c_keeps_what_was_written():
     command = [sys.executable, "-u", "-m", "thalweg", "generate", "def f(", "--max-new-tokens", "100000"]
     command += ["--temperature", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    first = process.stdout.read(5)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    # A background job's children inherit SIGINT as ignored; a user's terminal does not.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, preexec_fn=heard) as process:
+        try:
+            first = process.stdout.read(5)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130 and len(first) == 5 and out.endswith(b"\n")
     assert b"tokens/s" in err and b"Traceback" not in err
 
