@@ -13,9 +13,6 @@ VENV ?= .venv
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints-cpu.txt)
 PROMPT ?= class Stack:
 ARGS ?=
-# Waiting threads sleep instead of spinning: on 2 cores shared with one busy process a prefill of 2,048 bytes took
-# 2.6 s so, and more than 60 s otherwise.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)

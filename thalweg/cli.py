@@ -30,6 +30,9 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command and exits; what a user can cause is one line on standard error, never a traceback."""
+    # Before torch is imported: waiting threads sleep instead of spinning. On 2 cores shared with one busy process a
+    # prefill of 2,048 bytes took 2.6 s so, and more than 60 s otherwise.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     usage = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         code = app(args=None if argv is None else list(argv), prog_name="thalweg", standalone_mode=False)
