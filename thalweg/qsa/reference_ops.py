@@ -246,28 +246,33 @@ def attend(
     ids = torch.where(ids < reference.visible_blocks(at, ratio)[:, None], ids, -1)
     step = max(1, GATHER_BYTES // (4 * width * kv_heads * D))
     scratch = q.new_empty(min(step, R) * width * kv_heads * D, dtype=k_cache.dtype)
-    for lo in range(0, R, step):
-        part = slice(lo, lo + step)
+    for lo in range(0, R, 16 * step):  # indices take little beside what they fetch
+        part = slice(lo, lo + 16 * step)
         tokens = reference.expand_blocks(ids[part], at[part], ratio)
         slots = page_slots(page_table, request[part, None], tokens, page_tokens, pages)
-        o = _attend_rows(q[part], k_cache, v_cache, slots, scale, k_scale, v_scale, scratch)
+        queries = (q[part].float() * scale).unflatten(1, (kv_heads, -1))
+        o = _attend_rows(queries, k_cache, v_cache, slots, k_scale, v_scale, scratch, step).flatten(1, 2)
         if out_gate is not None:
-            o = o * torch.sigmoid(out_gate[part].float())
-        out[part] = o.masked_fill((slots < 0).all(-1)[:, None, None], 0.0).to(out.dtype)
+            o *= torch.sigmoid(out_gate[part].float())
+        out[part] = o.masked_fill_((slots < 0).all(-1)[:, None, None], 0.0).to(out.dtype)
 
 
-def _attend_rows(q, k_cache, v_cache, slots, scale, k_scale, v_scale, scratch) -> torch.Tensor:
-    """Attention of rows `[R, Hq, D]` over pool rows `[R, M]` (-1 unused), float32; rows without a token are garbage.
+def _attend_rows(queries, k_cache, v_cache, slots, k_scale, v_scale, scratch, step) -> torch.Tensor:
+    """Attention of scaled queries `[R, Hkv, G, D]` over pool rows `[R, M]` (-1 unused), float32, `step` rows at a time.
 
     An unused entry is filled with a token the row does attend to, at weight zero: nothing that was not selected is
-    read, and no second pass over the gathered keys is needed to keep 0 x NaN out. KV heads one at a time: a product
-    over both batch dimensions of a strided operand would copy it first.
+    read, and no second pass over the gathered keys is needed to keep 0 x NaN out. Rows without a token are garbage. KV
+    heads one at a time: a product over both batch dimensions of a strided operand would copy it first.
     """
-    unused = slots < 0
-    filled = torch.where(unused, slots.amax(-1, keepdim=True).clamp(min=0), slots)
-    keys = _gather_tokens(k_cache, filled, k_scale, scratch)
-    grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [R, Hkv, G, D]
-    logits = torch.stack([torch.bmm(g, k.mT) for g, k in zip(grouped.unbind(1), keys.unbind(2))], 1).mul_(scale)
-    weights = torch.softmax(logits.masked_fill_(unused[:, None, None, :], -torch.inf), -1)
-    values = _gather_tokens(v_cache, filled, v_scale, scratch)
-    return torch.cat([torch.bmm(w, v) for w, v in zip(weights.unbind(1), values.unbind(2))], 1)
+    unused = (slots < 0)[:, None]
+    slots = torch.where(slots < 0, slots.amax(-1, keepdim=True).clamp(min=0), slots)
+    o = torch.empty_like(queries)
+    for lo in range(0, len(slots), step):
+        part = slice(lo, lo + step)
+        keys = _gather_tokens(k_cache, slots[part], k_scale, scratch)
+        weights = [torch.bmm(queries[part, h], k.mT) for h, k in enumerate(keys.unbind(2))]
+        weights = [w.masked_fill_(unused[part], -torch.inf).softmax(-1) for w in weights]
+        values = _gather_tokens(v_cache, slots[part], v_scale, scratch)
+        for h, v in enumerate(values.unbind(2)):
+            o[part, h] = torch.bmm(weights[h], v)
+    return o
