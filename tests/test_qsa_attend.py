@@ -167,16 +167,17 @@ def test_attend_out_gate_is_applied_before_the_only_rounding(gate_dtype):
 def test_attend_rows_of_padding_and_with_nothing_to_attend_to_are_zeros():
     holes = {(0, 0), (0, 1)}
     cache = Cache([40, 5], 10, holes=holes)
-    q, owner, positions, ids = cache.rows([0, 0, 0, 1, 1, 1], [39, 15, 18, 4, 4, 3], 3)
+    q, owner, positions, ids = cache.rows([0, 0, 0, 1, 1, 1], [39, 18, 39, 4, 4, 3], 3)
     ids[0] = torch.tensor([1, 5, 8])  # tokens 4..7 on a hole, 20..23, 32..35
-    ids[1], ids[2] = torch.tensor([0, 2, -1]), torch.tensor([-1, 1, 3])  # everything on holes, tails too
+    ids[1], ids[2] = torch.tensor([0, 2, -1]), torch.tensor([6, 7, 8])  # the first: all on holes, its tail too
     ids[5] = -1  # (p + 1) % 4 == 0 and its own block was not selected
-    owner[3], positions[4] = 2, -1
-    want = cache.want(q, owner.clamp(max=1), positions, ids, holes=holes)
+    want = cache.want(q[:1], owner[:1], positions[:1], ids[:1], holes=holes)
+    owner[3:5], positions[3:5], ids[3:5] = torch.tensor([2, -1]), 38, torch.tensor([6, 7, 8])  # requests out of range
+    positions[2] = -1
     gate = torch.full_like(q, torch.nan)
     gate[0] = 40.0  # sigmoid(40) is 1
     got = cache.attend(q, owner, positions, ids, out_gate=gate)
-    close(got[:1], want[:1])
+    close(got[:1], want)
     assert got[1:].count_nonzero() == 0 and not got.isnan().any()
 
 
