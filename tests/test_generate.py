@@ -61,6 +61,7 @@ def test_bad_input_is_one_line_and_exit_2(capfd, tmp_path):
     assert "empty.txt: empty" in refused(capfd, "generate", "--file", str(empty))
     assert "byte 0xe9 at offset 3" in refused(capfd, "generate", "--file", str(latin))
     assert "not UTF-8" in refused(capfd, "generate", "caf\udce9")
+    assert "standard input" in refused(capfd, "generate", "--file", "-", "--file", "-")
     assert "missing.txt" in refused(capfd, "generate", "--file", str(tmp_path / "missing.txt"))
     assert str(tmp_path) in refused(capfd, "generate", "--file", str(tmp_path))
     for name, value in (
@@ -70,7 +71,10 @@ def test_bad_input_is_one_line_and_exit_2(capfd, tmp_path):
         ("--temperature", "nan"),
         ("--top-p", "0"),
         ("--top-p", "2"),
+        ("--max-new-tokens", "99999999999"),
         ("--seed", "-3"),
+        ("--seed", "99999999999999999999999"),
+        ("--device", ""),
         ("--device", "tpu"),
         ("--impl", "fastest"),
     ):
@@ -89,6 +93,13 @@ def test_a_full_disk_is_one_line_and_exit_2():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and "No space left" in lines[-1] and "Traceback" not in done.stderr
+
+
+def test_closed_streams_are_one_line_and_exit_2():
+    for closed, said in (("<&-", "standard input is closed"), (">&-", "standard output is closed")):
+        command = f"{sys.executable} -m thalweg generate --file - {closed}"
+        done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")

@@ -5,6 +5,7 @@ import lzma
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from thalweg.layers import Config
@@ -117,13 +118,25 @@ def test_top_p_keeps_the_likeliest_byte_only_when_small():
     logits = torch.tensor([0.0, 3.0, 1.0, -1.0])
     for seed in range(20):
         assert Sampling(temperature=2.0, top_p=1e-6).draw(logits, torch.Generator().manual_seed(seed)) == 1
+        assert Sampling(temperature=1e-300).draw(logits, torch.Generator().manual_seed(seed)) == 1
+    with pytest.raises(ValueError, match="not finite"):
+        Sampling().draw(torch.tensor([1.0, torch.nan]), torch.Generator())
     drawn = {Sampling(temperature=5.0).draw(logits, torch.Generator().manual_seed(seed)) for seed in range(60)}
     assert drawn == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": -1}],
+    [
+        {"seed": -1},
+        {"seed": 2**63},
+        {"max_new_tokens": 10**9},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"max_new_tokens": -1},
+    ],
 )
 def test_bad_sampling_is_named(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -178,6 +191,12 @@ def test_save_and_load_round_trip(tmp_path):
         assert torch.allclose(a, b, rtol=2**-8), name
 
 
+def spoiled(value, dtype):
+    """The shipped weights, every entry replaced."""
+    tensors = safetensors.torch.load_file(default_checkpoint() / "model.safetensors")
+    return safetensors.torch.save({name: torch.full_like(t, value, dtype=dtype) for name, t in tensors.items()})
+
+
 def broken_checkpoints(folder):
     """(what, path) of folders that are no checkpoint of ours."""
     good = {name: (default_checkpoint() / name).read_bytes() for name in ("config.json", "model.safetensors")}
@@ -193,6 +212,13 @@ def broken_checkpoints(folder):
         "config of another shape": {**good, "config.json": other},
         "bad block": {**good, "config.json": b'{"blocks": ["mamba"]}'},
         "bad type": {**good, "config.json": b'{"hidden": "big"}'},
+        "deep config": {**good, "config.json": b"[" * 100_000},
+        "endless model": {**good, "config.json": b'{"hidden": 1000000000}'},
+        "bad eps": {**good, "config.json": b'{"norm_eps": "x"}'},
+        "no rotation": {**good, "config.json": b'{"rotary_dim": 0}'},
+        "budget of no blocks": {**good, "config.json": b'{"budget": 255}'},
+        "NaN weights": {**good, "model.safetensors": spoiled(torch.nan, torch.float32)},
+        "integer weights": {**good, "model.safetensors": spoiled(1, torch.int8)},
     }  # fmt: skip
     for what, files in cases.items():
         path = folder / what.replace(" ", "-")

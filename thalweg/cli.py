@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Before torch is imported: waiting threads sleep instead of spinning. On 2 cores shared with one busy process a
     # prefill of 2,048 bytes took 2.6 s so, and more than 60 s otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.stdout is None:  # a shell's >&-
+        sys.exit(2 if sys.stderr is None else _fail("standard output is closed", 2))
     usage = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         code = app(args=None if argv is None else list(argv), prog_name="thalweg", standalone_mode=False)
@@ -82,7 +84,7 @@ def device_named(name: str | None) -> str:
 
     from thalweg.bench.calls import default_device
 
-    name = name or default_device()
+    name = default_device() if name is None else name
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (":" in name and not index.isdecimal()):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")

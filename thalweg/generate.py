@@ -26,6 +26,8 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[bytes]:
     for number, text in enumerate(prompts, 1):
         name = "prompt" if len(prompts) == 1 else f"prompt {number}"
         found.append((name, os.fsencode(text)))  # what the shell passed, byte for byte
+    if sum(str(path) == "-" for path in files) > 1 or (Path("-") in files and sys.stdin is None):
+        raise ValueError("--file -: standard input is closed, or was read already")
     for path in files:
         found.append((str(path), sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()))
     for name, data in found:

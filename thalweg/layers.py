@@ -5,14 +5,14 @@ that goes through the public ops alone. Training differentiates through the refe
 `output` are methods of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from thalweg import kda, qsa
-from thalweg.state import KDAState, QSAState, Step
+from thalweg.state import PAGE_TOKENS, KDAState, QSAState, Step
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,31 @@ class Config:
     context: int = 8192
 
     def __post_init__(self):
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise ValueError(f"{f.name} must be of type {kind.__name__}, got {value!r}")
+            if kind is int and not 0 < value < 2**31:
+                raise ValueError(f"{f.name} must be a positive integer below 2^31, got {value!r}")
         bad = [block for block in self.blocks if block not in ("kda", "qsa")]
         if bad or not self.blocks:
-            raise ValueError(f"config: blocks must be a non-empty list of 'kda' and 'qsa', got {list(self.blocks)}")
-        for name in ("vocab_size", "hidden", "mlp", "kda_heads", "kda_dim", "kda_rank", "heads", "kv_heads",
-                     "head_dim", "index_heads", "index_dim", "ratio", "budget", "context"):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
-        if self.heads % self.kv_heads or self.budget % self.ratio:
-            raise ValueError("config: heads must be a multiple of kv_heads, and budget of ratio")
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= min(self.head_dim, self.index_dim):
-            raise ValueError(f"config: rotary_dim must be even and fit both heads, got {self.rotary_dim}")
+            raise ValueError(f"blocks must be a non-empty list of 'kda' and 'qsa', got {list(self.blocks)}")
+        for name, wanted, ok in (
+            ("norm_eps", "positive", 0 < self.norm_eps < 1),
+            ("rope_theta", "finite and positive", 0 < self.rope_theta < float("inf")),
+            ("lower_bound", "finite and negative", -float("inf") < self.lower_bound < 0),
+            ("gate", "soft or bounded", self.gate in ("soft", "bounded")),
+            ("conv_width", "from 2 to 8", 2 <= self.conv_width <= 8),
+            ("heads", f"a multiple of kv_heads = {self.kv_heads}", self.heads % self.kv_heads == 0),
+            ("budget", f"a multiple of ratio = {self.ratio}", self.budget % self.ratio == 0),
+            ("ratio", f"a divisor of the page of {PAGE_TOKENS} tokens", PAGE_TOKENS % self.ratio == 0),
+            ("rotary_dim", "even and within both heads",
+             self.rotary_dim % 2 == 0 and self.rotary_dim <= min(self.head_dim, self.index_dim)),
+        ):  # fmt: skip
+            if not ok:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
 
 class KDALayer(nn.Module):

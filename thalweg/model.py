@@ -23,6 +23,7 @@ from thalweg.state import PAGE_TOKENS, KDAState, Pages, QSAState, Step
 
 END = 0  # the byte that stands before every text and after it
 PIECE = 1024  # rows of one prefill pass: a multiple of the KDA chunk, so that cuts do not change a sequence's bits
+MOST_NEW_TOKENS = 262_144  # the caches of a prompt are laid out for all it may become
 RING = 16  # raw index keys kept a sequence: a rejected tail of up to RING - ratio tokens can be rewritten
 
 
@@ -61,15 +62,19 @@ class Decoder(nn.Module):
             unknown = sorted(set(values) - {f.name for f in fields(Config)})
             if unknown:
                 raise ValueError(f"unknown keys {unknown[:4]}")
-            model = Decoder(Config(**{**values, "blocks": tuple(values.get("blocks", Config.blocks))}))
-        except (ValueError, TypeError) as error:
+            with torch.device("meta"):  # sizes are only believed once the weights have them
+                model = Decoder(Config(**{**values, "blocks": tuple(values.get("blocks", Config.blocks))}))
+        except (ValueError, TypeError, RuntimeError, RecursionError) as error:
             raise ValueError(f"{config}: not a Thalweg config: {error}") from None
         if not weights.is_file():
             raise FileNotFoundError(f"{weights}: no such file")
         try:
             tensors = load_file(weights)
-            model.load_state_dict(tensors)
-        except (SafetensorError, RuntimeError) as error:
+            odd = [name for name, t in tensors.items() if not (t.is_floating_point() and t.isfinite().all())]
+            if odd:
+                raise ValueError(f"{odd[0]} is not made of finite floating-point numbers")
+            model.load_state_dict({name: t.to(dtype) for name, t in tensors.items()}, assign=True)
+        except (SafetensorError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{weights}: does not fit {config.name}: {reason}") from None
         return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -192,18 +197,23 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if not 0 <= self.max_new_tokens <= MOST_NEW_TOKENS:
+            raise ValueError(f"max_new_tokens must be in [0, {MOST_NEW_TOKENS}], got {self.max_new_tokens}")
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
         """The next token from one row of logits `[vocab]`, on the host."""
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite")
         if self.temperature == 0.0:
             return int(logits.argmax())
-        probs, order = torch.softmax(logits.double().cpu() / self.temperature, -1).sort(descending=True, stable=True)
+        scaled = (logits.double().cpu() - logits.max().item()) / self.temperature  # at most 0, however cold
+        probs, order = torch.softmax(scaled, -1).sort(descending=True, stable=True)
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= self.top_p, 0.0)
         return int(order[torch.multinomial(probs, 1, generator=generator)])
 
@@ -275,9 +285,9 @@ class Generation:
             for row, (i, _, _) in zip(logits, spans):
                 last[i] = row
             done += sum(stop - start for _, start, stop in spans)
+            self.timing.prefill_tokens, self.timing.prefill_seconds = done, time.perf_counter() - started
             if self.on_prefill is not None:
                 self.on_prefill(done, total)
-        self.timing.prefill_tokens, self.timing.prefill_seconds = total, time.perf_counter() - started
         return last
 
 
