@@ -10,7 +10,8 @@ outputs zero. A slot that one row writes must not be read or written by another 
 
 `impl` names an implementation, which then runs or raises; None takes the first that can. `check=True` (None: the
 environment variable THALWEG_CHECK) reads the index tensors on the host and raises on every value that would have been
-clipped, on slots past the pool and on slots shared against the rule above. Bad arguments raise ValueError, as
+clipped, on slots past the pool and on slots shared against the rule above. `out` must not share memory with another
+argument, nor overlap itself; nor may a pool overlap itself. Bad arguments raise ValueError, as
 `op: argument must be WANTED, got GOT`, before anything runs. No gradient is recorded.
 
 Bits. A row's results do not depend on the other rows of the call, nor on when it runs; in `kda_prefill` and `kda_conv`
@@ -19,9 +20,10 @@ also not on cuts at multiples of 64 tokens (the state carried in a float32 pool)
 
 import torch
 
-from thalweg.contract import ACTIVATIONS, INDEX, STATES, checking, expect, refuse
-from thalweg.kda import library
-from thalweg.kda.arguments import expect_conv, expect_drafts, expect_gate, expect_norm, expect_rows, expect_tokens
+from thalweg import contract
+from thalweg.contract import ACTIVATIONS, INDEX, checking, device_of, expect, refuse
+from thalweg.kda import arguments, library
+from thalweg.kda.arguments import expect_gate, expect_norm, expect_offsets, expect_rows, expect_state, expect_tokens
 from thalweg.kda.library import IMPLS as IMPLS
 from thalweg.kda.reference import CHUNK
 
@@ -53,24 +55,27 @@ def solve_unit_lower(
     Example: C = 16, cu_seqlens [0, 20] holds two blocks: tokens 0..15, and tokens 16..19 with 4 x 4 of its columns.
     Source: the UT transform of Kimi Linear (arXiv 2510.26692), section on the chunkwise form.
     """
-    op = "solve_unit_lower"
-    expect(op, "lower", lower, (None, None, None, None), ACTIVATIONS, lower.device, names="[B, T, H, C]")
+    op, device = "solve_unit_lower", device_of(lower)
+    expect(op, "lower", lower, (None, None, None, None), ACTIVATIONS, device, names="[B, T, H, C]")
     if lower.shape[3] not in (16, 32, 64):
         refuse(op, "lower", "[B, T, H, C] with C 16, 32 or 64", list(lower.shape))
     if cu_seqlens is not None:
-        expect(op, "cu_seqlens", cu_seqlens, (None,), INDEX, lower.device, names="[N + 1]")
+        expect_offsets(op, cu_seqlens, device)
         if lower.shape[0] != 1:
             refuse(op, "lower", "[1, T, H, C] where cu_seqlens is given", list(lower.shape))
-    if precision not in PRECISIONS:
-        refuse(op, "precision", "one of " + ", ".join(PRECISIONS), precision)
-    if workspace_bytes is not None and workspace_bytes < 0:
-        refuse(op, "workspace_bytes", "at least 0", workspace_bytes)
+    contract.expect_choice(op, "precision", precision, PRECISIONS)
+    contract.expect_int(op, "workspace_bytes", workspace_bytes, 0, optional=True)
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in ACTIVATIONS):
+        refuse(op, "out_dtype", "None, bfloat16, float16 or float32", out_dtype)
+    kinds = ACTIVATIONS if out_dtype is None else (out_dtype,)
+    expect(op, "out", out, tuple(lower.shape), kinds, device, names="[B, T, H, C]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
     if out is None:
-        out = torch.empty(lower.shape, dtype=out_dtype or lower.dtype, device=lower.device)
-    expect(op, "out", out, tuple(lower.shape), (out_dtype,) if out_dtype else ACTIVATIONS, lower.device)
-    if out.dtype not in ACTIVATIONS:
-        refuse(op, "out_dtype", "bfloat16, float16 or float32", out_dtype)
-    library.solve_unit_lower(lower, cu_seqlens, precision, workspace_bytes, out, impl=impl, check=checking(check))
+        out = torch.empty(lower.shape, dtype=lower.dtype if out_dtype is None else out_dtype, device=device)
+    library.solve_unit_lower(
+        lower, cu_seqlens, precision, workspace_bytes, out, impl=impl, check=checking(op, impl, check)
+    )
     return out
 
 
@@ -101,20 +106,22 @@ def kda_conv(
     Example, W = 4: slot 2 holds [a, b, c]; x = [d, e] read from 2 and written to 6 leaves [c, d, e] in slot 6 and slot
     2 as it was.
     """
-    op, device = "kda_conv", x.device
+    op, device = "kda_conv", device_of(x)
     expect(op, "x", x, (None, None), ACTIVATIONS, device, names="[T, C]")
     C = x.shape[1]
-    expect_conv(op, C, x, weight, bias, "weight", "bias", conv_state)
-    N = expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
-    expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
+    arguments.expect_conv(op, C, x, weight, bias, "weight", "bias", conv_state)
+    N = expect_offsets(op, cu_seqlens, device)
+    expect_rows(op, N, read_slots, write_slots, null_slot, device)
     expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
+    expect(op, "out", out, tuple(x.shape), (x.dtype,), device, names="[T, C]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)
-    expect(op, "out", out, tuple(x.shape), (x.dtype,), device, names="[T, C]")
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_conv(
         x, weight, cu_seqlens, conv_state, read_slots, write_slots, bias, fresh, null_slot, out, impl=impl,
-        check=checking(check),
+        check=checking(op, impl, check),
     )  # fmt: skip
     return out
 
@@ -163,32 +170,39 @@ def kda_prefill(
     empty sequence leaves slots 1 and 2 alone; tokens 3..69 are padding, zero in out.
     Source: Kimi Linear (arXiv 2510.26692); the bounded gate is Kimi K3's.
     """
-    op, device = "kda_prefill", q.device
+    op, device = "kda_prefill", device_of(q)
     expect(op, "q", q, (None, None, None), ACTIVATIONS, device, names="[T, H, K]")
     T, H, K = q.shape
+    if H == 0 or K == 0:
+        refuse(op, "q", "[T, H, K] with H and K at least 1", list(q.shape))
     expect(op, "k", k, (T, H, K), ACTIVATIONS, device, names="[T, H, K]")
     expect(op, "v", v, (T, None, None), ACTIVATIONS, device, names="[T, HV, V]")
     _, HV, V = v.shape
-    if HV % max(H, 1) or HV < H:
+    if HV % H or HV < H:
         refuse(op, "v", f"[T, HV, V] with HV a multiple of H = {H}", list(v.shape))
     expect(op, "g_raw", g_raw, (T, HV, K), ACTIVATIONS, device, names="[T, HV, K]")
     expect(op, "beta_logits", beta_logits, (T, HV), ACTIVATIONS, device, names="[T, HV]")
-    expect(op, "state", state, (None, HV, V, K), STATES, device, names="[slots, HV, V, K]")
-    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    N = expect_rows(op, cu_seqlens.shape[0] - 1, read_slots, write_slots, device)
-    expect(op, "cu_seqlens", cu_seqlens, (N + 1,), INDEX, device, names="[N + 1]")
+    expect_state(op, state, HV, V, K, device)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, allow_neg_eigval, HV, K, device)
+    N = expect_offsets(op, cu_seqlens, device)
+    expect_rows(op, N, read_slots, write_slots, null_slot, device)
     expect(op, "fresh", fresh, (N,), BOOL, device, names="[N]", optional=True)
     expect(op, "checkpoint_slots", checkpoint_slots, (N, None), INDEX, device, names="[N, M]", optional=True)
+    contract.expect_number(op, "scale", scale, optional=True)
+    contract.expect_flag(op, "qk_l2norm", qk_l2norm)
+    contract.expect_int(op, "checkpoint_every", checkpoint_every, 0, contract.COUNT)
     if checkpoint_every % CHUNK or (checkpoint_every > 0) != (checkpoint_slots is not None):
         refuse(op, "checkpoint_every", f"a multiple of {CHUNK} with checkpoint_slots, else 0", checkpoint_every)
+    expect(op, "out", out, (T, HV, V), (v.dtype,), device, names="[T, HV, V]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=device)
-    expect(op, "out", out, (T, HV, V), (v.dtype,), device, names="[T, HV, V]")
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_prefill(
         q, k, v, g_raw, beta_logits, cu_seqlens, state, read_slots, write_slots, gate, A_log, dt_bias, lower_bound,
         K**-0.5 if scale is None else scale, allow_neg_eigval, qk_l2norm, fresh, checkpoint_slots, checkpoint_every,
-        null_slot, out, impl=impl, check=checking(check),
+        null_slot, out, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
     return out
 
@@ -229,19 +243,24 @@ def kda_decode(
 
     Example: read_slots [3, -1] advances slot 3 of both pools by row 0; row 1 is padding and its outputs are zero.
     """
-    op, device = "kda_decode", qkv.device
+    op, device = "kda_decode", device_of(qkv)
     expect(op, "qkv", qkv, (None, None), ACTIVATIONS, device, names="[B, C]")
     lead = (qkv.shape[0],)
     expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
     HV, V, K = state.shape[1:]
-    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    expect_rows(op, lead[0], read_slots, write_slots, device)
-    out = expect_norm(op, lead, qkv, out_gate, norm_weight, out, HV, V)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, allow_neg_eigval, HV, K, device)
+    contract.expect_number(op, "scale", scale, optional=True)
+    expect_rows(op, lead[0], read_slots, write_slots, null_slot, device)
+    expect_norm(op, lead, qkv, out_gate, norm_weight, norm_eps, out, HV, V)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
+    if out is None:
+        out = torch.empty((*lead, HV, V), dtype=qkv.dtype, device=device)
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_decode(
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots,
         norm_weight, norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale,
-        allow_neg_eigval, null_slot, out, impl=impl, check=checking(check),
+        allow_neg_eigval, null_slot, out, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
     return out
 
@@ -276,17 +295,22 @@ def kda_verify(
     everything else as in `kda_decode`. Equal to S calls of it on a copy of the pools: with a bfloat16 pool the state
     is rounded after every token, as it would be in the pool. `kda_commit` then keeps the accepted tokens.
     """
-    op, device = "kda_verify", qkv.device
-    lead = expect_drafts(op, qkv)
+    op = "kda_verify"
+    lead, device = arguments.expect_drafts(op, qkv), qkv.device
     expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
     HV, V, K = state.shape[1:]
-    expect_gate(op, gate, A_log, dt_bias, lower_bound, HV, K, device)
-    expect_rows(op, lead[0], read_slots, None, device)
-    out = expect_norm(op, lead, qkv, out_gate, norm_weight, out, HV, V)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, allow_neg_eigval, HV, K, device)
+    contract.expect_number(op, "scale", scale, optional=True)
+    expect_rows(op, lead[0], read_slots, None, null_slot, device)
+    expect_norm(op, lead, qkv, out_gate, norm_weight, norm_eps, out, HV, V)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
+    if out is None:
+        out = torch.empty((*lead, HV, V), dtype=qkv.dtype, device=device)
     library.kda_verify(
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, norm_weight,
         norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale, allow_neg_eigval, null_slot,
-        out, impl=impl, check=checking(check),
+        out, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
     return out
 
@@ -317,16 +341,16 @@ def kda_commit(
     accepted `[B]` int32 or int64 on the device, clipped to [0, S]; where it is 0 nothing is written. All else as in
     `kda_verify`. The pools are then bitwise what accepted[b] calls of `kda_decode` leave.
     """
-    op, device = "kda_commit", qkv.device
-    lead = expect_drafts(op, qkv)
+    op = "kda_commit"
+    lead, device = arguments.expect_drafts(op, qkv), qkv.device
     expect_tokens(op, lead, qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state)
-    expect_gate(op, gate, A_log, dt_bias, lower_bound, state.shape[1], state.shape[3], device)
-    expect_rows(op, lead[0], read_slots, write_slots, device)
+    expect_gate(op, gate, A_log, dt_bias, lower_bound, allow_neg_eigval, state.shape[1], state.shape[3], device)
+    expect_rows(op, lead[0], read_slots, write_slots, null_slot, device)
     expect(op, "accepted", accepted, (lead[0],), INDEX, device, names="[B]")
     write_slots = read_slots if write_slots is None else write_slots
     library.kda_commit(
         qkv, g_raw, beta_logits, conv_weight, conv_bias, conv_state, state, accepted, read_slots, write_slots, gate,
-        A_log, dt_bias, lower_bound, allow_neg_eigval, null_slot, impl=impl, check=checking(check),
+        A_log, dt_bias, lower_bound, allow_neg_eigval, null_slot, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
 
 
@@ -344,14 +368,18 @@ def gated_rms_norm(
 
     o, gate `[..., V]` of one shape, V at most 1024; weight `[V]` (not 1 + w); out `[..., V]` of gate's dtype.
     """
-    op, device = "gated_rms_norm", o.device
-    expect(op, "o", o, (None,) * max(1, o.dim()), ACTIVATIONS, device, names="[..., V]")
+    op, device = "gated_rms_norm", device_of(o)
+    shape = (None,) * max(1, o.dim() if isinstance(o, torch.Tensor) else 1)
+    expect(op, "o", o, shape, ACTIVATIONS, device, names="[..., V]")
     if not 1 <= o.shape[-1] <= 1024:
         refuse(op, "o", "[..., V] with V from 1 to 1024", list(o.shape))
     expect(op, "gate", gate, tuple(o.shape), ACTIVATIONS, device, names="[..., V]")
     expect(op, "weight", weight, (o.shape[-1],), ACTIVATIONS, device, names="[V]")
+    contract.expect_number(op, "eps", eps, sign=1)
+    expect(op, "out", out, tuple(o.shape), (gate.dtype,), device, names="[..., V]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
     if out is None:
         out = torch.empty(o.shape, dtype=gate.dtype, device=device)
-    expect(op, "out", out, tuple(o.shape), (gate.dtype,), device, names="[..., V]")
-    library.gated_rms_norm(o, gate, weight, eps, out, impl=impl, check=checking(check))
+    library.gated_rms_norm(o, gate, weight, eps, out, impl=impl, check=checking(op, impl, check))
     return out

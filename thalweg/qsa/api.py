@@ -11,24 +11,19 @@ Definition: the `qwen4_exp` model (its indexer and attention); ties and NaN are 
 NaN loses to every number. Rows do not influence one another: a row's result has the same bits alone or in any batch.
 Every op: `impl` names an implementation (no fallback), `check=True` or `THALWEG_CHECK=1` reads index tensors on the
 host and raises ValueError on values that would be ignored; ValueError also for shapes, dtypes, devices and options.
+`out` must not share memory with another argument, nor overlap itself; nor may a ring, block keys or a cache overlap
+itself.
 """
 
 import torch
 
-from thalweg.contract import ACTIVATIONS, INDEX, checking, expect, refuse
+from thalweg import contract
+from thalweg.contract import ACTIVATIONS, COUNT, INDEX, checking, device_of, expect, expect_int, refuse
 from thalweg.qsa import library
 from thalweg.qsa.library import IMPLS as IMPLS
 
 CACHES = (*ACTIVATIONS, torch.float8_e4m3fn)
-
-
-def _at_least(op: str, argument: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        refuse(op, argument, f"an int, at least {least}", repr(value))
-
-
-def _device(tensor: object) -> object:
-    return getattr(tensor, "device", None)  # a non-tensor is refused, by name, by the first `expect`
+RATIO = 1 << 16  # the most tokens a block may have: the tokens of an open block are listed
 
 
 def _expect_rows(op: str, rows: int, device: torch.device, **metadata: torch.Tensor) -> None:
@@ -36,11 +31,15 @@ def _expect_rows(op: str, rows: int, device: torch.device, **metadata: torch.Ten
         expect(op, argument, tensor, (rows,), INDEX, device, names="[rows]")
 
 
+def _expect_pool(op: str, argument: str, pool: torch.Tensor, shape, dtypes, device, names: str) -> None:
+    expect(op, argument, pool, shape, dtypes, device, names=names, pool=True)
+
+
 def _expect_append(
     index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table, out,
-    ratio, rope_positions, ring_positions,
+    ratio, eps, rope_positions, ring_positions,
 ) -> None:  # fmt: skip
-    op, device = "qsa_append", _device(index_qk)
+    op, device = "qsa_append", device_of(index_qk)
     expect(op, "index_qk", index_qk, (None, None), ACTIVATIONS, device, names="[T, (Hi + 1) * Di]")
     expect(op, "q_norm_weight", q_norm_weight, (None,), ACTIVATIONS, device, names="[Di]")
     T, width, Di = *index_qk.shape, q_norm_weight.shape[0]
@@ -51,28 +50,32 @@ def _expect_append(
     if rope_table.shape[0] == 0 or rope_table.shape[1] % 2 or rope_table.shape[1] > Di:
         refuse(op, "rope_table", f"[P, R] with P at least 1 and R even, at most {Di}", list(rope_table.shape))
     _expect_rows(op, T, device, positions=positions, row_request=row_request)
-    _at_least(op, "ratio", ratio, 1)
+    expect_int(op, "ratio", ratio, 1, RATIO)
+    contract.expect_number(op, "eps", eps, sign=1)
     expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
-    expect(op, "raw_ring", raw_ring, (page_table.shape[0], None, Di), ACTIVATIONS, device, names="[requests, Rn, Di]")
+    _expect_pool(op, "raw_ring", raw_ring, (page_table.shape[0], None, Di), ACTIVATIONS, device, "[requests, Rn, Di]")
     if raw_ring.shape[1] < ratio:
         refuse(op, "raw_ring", f"at least ratio = {ratio} entries deep", raw_ring.shape[1])
-    expect(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, names="[pages, page_rows, Di]")
+    _expect_pool(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, "[pages, page_rows, Di]")
     expect(op, "rope_positions", rope_positions, (T, 3), INDEX, device, names="[T, 3]", optional=True)
     if (rope_positions is None) != (ring_positions is None):
-        given = "None" if ring_positions is None else "a tensor"
-        refuse(op, "ring_positions", "given if and only if rope_positions is", given)
+        got = "None" if ring_positions is None else "a tensor"
+        refuse(op, "ring_positions", "given if and only if rope_positions is", got)
     shape = (raw_ring.shape[0], raw_ring.shape[1], 3)
-    expect(op, "ring_positions", ring_positions, shape, INDEX, device, names="[requests, Rn, 3]", optional=True)
+    if ring_positions is not None:
+        _expect_pool(op, "ring_positions", ring_positions, shape, INDEX, device, "[requests, Rn, 3]")
     expect(op, "out", out, (T, width // Di - 1, Di), (block_keys.dtype,), device, names="[T, Hi, Di]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
 
 
 def _expect_scored(op, index_q, block_keys, page_table, row_request, visible) -> None:
-    device = _device(index_q)
+    device = device_of(index_q)
     expect(op, "index_q", index_q, (None, None, None), ACTIVATIONS, device, names="[R, Hi, Di]")
     R, heads, Di = index_q.shape
     if heads == 0 or Di == 0:
         refuse(op, "index_q", "[R, Hi, Di] with Hi and Di at least 1", list(index_q.shape))
-    expect(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, names="[pages, page_rows, Di]")
+    _expect_pool(op, "block_keys", block_keys, (None, None, Di), ACTIVATIONS, device, "[pages, page_rows, Di]")
     expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
     _expect_rows(op, R, device, row_request=row_request, visible=visible)
 
@@ -80,46 +83,56 @@ def _expect_scored(op, index_q, block_keys, page_table, row_request, visible) ->
 def _expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
     op = "qsa_score"
     _expect_scored(op, index_q, block_keys, page_table, row_request, visible)
-    _at_least(op, "num_blocks", num_blocks, 0)
+    expect_int(op, "num_blocks", num_blocks, 0, COUNT)
     shape = (index_q.shape[0], num_blocks)
     expect(op, "out", out, shape, (torch.float32,), index_q.device, names="[R, num_blocks]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
 
 
 def _expect_topk(scores, visible, out, k) -> None:
-    op, device = "qsa_topk", _device(scores)
+    op, device = "qsa_topk", device_of(scores)
     expect(op, "scores", scores, (None, None), (torch.float32,), device, names="[R, N]")
     _expect_rows(op, scores.shape[0], device, visible=visible)
-    _at_least(op, "k", k, 1)
+    expect_int(op, "k", k, 1, COUNT)
     expect(op, "out", out, (scores.shape[0], k), (torch.int32,), device, names="[R, k]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
 
 
 def _expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes) -> None:
     op = "qsa_select"
     _expect_scored(op, index_q, block_keys, page_table, row_request, visible)
-    _at_least(op, "k", k, 1)
-    _at_least(op, "workspace_bytes", workspace_bytes, 0)
+    expect_int(op, "k", k, 1, COUNT)
+    expect_int(op, "workspace_bytes", workspace_bytes, 0)
     expect(op, "out", out, (index_q.shape[0], k), (torch.int32,), index_q.device, names="[R, k]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
 
 
 def _expect_attend(
-    q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, out_gate, k_scale, v_scale
+    q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale, v_scale
 ) -> None:  # fmt: skip
-    op, device = "qsa_attend", _device(q)
+    op, device = "qsa_attend", device_of(q)
     expect(op, "q", q, (None, None, None), ACTIVATIONS, device, names="[R, Hq, D]")
     R, heads, D = q.shape
-    expect(op, "k_cache", k_cache, (None, None, None, D), CACHES, device, names="[pages, page_tokens, Hkv, D]")
+    _expect_pool(op, "k_cache", k_cache, (None, None, None, D), CACHES, device, "[pages, page_tokens, Hkv, D]")
     if heads == 0 or D == 0 or k_cache.shape[2] == 0 or heads % k_cache.shape[2]:
         refuse(op, "q", f"[R, Hq, D] with Hq a multiple of Hkv = {k_cache.shape[2]}", list(q.shape))
-    expect(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), device, names="the shape of k_cache")
+    _expect_pool(op, "v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), device, "the shape of k_cache")
     expect(op, "page_table", page_table, (None, None), INDEX, device, names="[requests, max_pages]")
     _expect_rows(op, R, device, row_request=row_request, positions=positions)
     expect(op, "block_ids", block_ids, (R, None), INDEX, device, names="[R, k]")
-    _at_least(op, "ratio", ratio, 1)
+    expect_int(op, "ratio", ratio, 1, RATIO)
     expect(op, "out_gate", out_gate, (R, heads, D), ACTIVATIONS, device, names="[R, Hq, D]", optional=True)
+    contract.expect_number(op, "scale", scale, optional=True)
     for argument, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        contract.expect_number(op, argument, value, sign=1, optional=True)
         if value is not None and k_cache.dtype != torch.float8_e4m3fn:
             refuse(op, argument, "None unless the caches are float8_e4m3fn", f"{value!r} with {k_cache.dtype}")
     expect(op, "out", out, (R, heads, D), (q.dtype,), device, names="[R, Hq, D]", optional=True)
+    if contract.given(out):
+        contract.expect_apart(op, locals())
 
 
 def qsa_append(
@@ -157,7 +170,7 @@ def qsa_append(
     """
     _expect_append(
         index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
-        out, ratio, rope_positions, ring_positions,
+        out, ratio, eps, rope_positions, ring_positions,
     )  # fmt: skip
     if out is None:
         Di = q_norm_weight.shape[0]
@@ -165,7 +178,7 @@ def qsa_append(
         out = torch.empty(shape, dtype=block_keys.dtype, device=index_qk.device)
     library.append(
         index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys, page_table,
-        out, ratio, eps, rope_positions, ring_positions, impl=impl, check=checking(check),
+        out, ratio, eps, rope_positions, ring_positions, impl=impl, check=checking("qsa_append", impl, check),
     )  # fmt: skip
     return out
 
@@ -193,7 +206,8 @@ def qsa_score(
     if out is None:
         out = torch.empty((index_q.shape[0], num_blocks), dtype=torch.float32, device=index_q.device)
     library.score(
-        index_q, block_keys, page_table, row_request, visible, out, num_blocks, impl=impl, check=checking(check)
+        index_q, block_keys, page_table, row_request, visible, out, num_blocks, impl=impl,
+        check=checking("qsa_score", impl, check),
     )  # fmt: skip
     return out
 
@@ -216,7 +230,7 @@ def qsa_topk(
     _expect_topk(scores, visible, out, k)
     if out is None:
         out = torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
-    library.topk(scores, visible, out, k, impl=impl, check=checking(check))
+    library.topk(scores, visible, out, k, impl=impl, check=checking("qsa_topk", impl, check))
     return out
 
 
@@ -244,7 +258,8 @@ def qsa_select(
     if out is None:
         out = torch.empty((index_q.shape[0], k), dtype=torch.int32, device=index_q.device)
     library.select(
-        index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes, impl=impl, check=checking(check)
+        index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes, impl=impl,
+        check=checking("qsa_select", impl, check),
     )  # fmt: skip
     return out
 
@@ -279,13 +294,14 @@ def qsa_attend(
     No other token is multiplied in, so NaN elsewhere in the pages does no harm.
     """
     _expect_attend(
-        q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, out_gate, k_scale, v_scale
-    )
+        q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale,
+        v_scale,
+    )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     library.attend(
         q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale,
-        v_scale, impl=impl, check=checking(check),
+        v_scale, impl=impl, check=checking("qsa_attend", impl, check),
     )  # fmt: skip
     return out
