@@ -1,8 +1,9 @@
 """The public QSA ops. Every op: shapes and units below, index data never trusted, one error before any launch.
 
 Names: T rows of an append, R rows (queries) of the others, Hi index heads of Di, Hq query heads over Hkv KV heads of D,
-ratio r tokens a block, k blocks selected. Row metadata: `row_request` `[R]` is the row of the page table, `positions`
-`[R]` the token's position (-1 padding), `visible` `[R]` its complete blocks, floor((position + 1) / r) (0 padding).
+ratio r tokens a block (at most 65536), k blocks selected. Row metadata: `row_request` `[R]` is the row of the page
+table, `positions` `[R]` the token's position (-1 padding), `visible` `[R]` its complete blocks,
+floor((position + 1) / r) (0 padding).
 Pages: entry i of a request lies at row i % page_size of page `page_table[request, i // page_size]`; -1 is a hole, any
 page size works. Index tensors are int32 or int64 and may be strided; activations bfloat16, float16 or float32 with any
 strides. A request out of range is padding, a page out of range a hole.
