@@ -5,9 +5,9 @@ compares those integers, and cuts float32 off instead of rounding it: silently w
 widens to float32, computes, and rounds to nearest even, once an operation, as the hardware does. So a sum or a scan
 over bfloat16 values loses what it would lose on a GPU: sums are rounded at every step of a tree, scans at every step.
 
-Also set right where Triton 3.6 differs from the hardware: minimum and maximum of a number and NaN give the number
-(unless NaN propagation is asked for). And device functions called inside a kernel are no longer patched into the
-language again at every call, which took a third of the time.
+Also set right: minimum and maximum of a number and NaN give the number, unless NaN propagation is asked for (Triton
+3.6), and comparisons are of type int1 (else a scalar one, made a block of, is no mask). And device functions called
+inside a kernel are no longer patched into the language again at every call, which took a third of the time.
 
 Not caught by any interpreter: reads out of bounds (poison them), dots smaller than the hardware takes, races,
 deadlocks, the rounding of tf32 operands. Tried with Triton 3.6.0 and 3.9.0.
@@ -61,10 +61,11 @@ def _arithmetic(original):
     def run(self, *arguments):
         *handles, op = arguments
         # A select moves bits, and its condition is no number.
-        if op is np.where or not any(_is_bf16(handle) for handle in handles):
-            return original(self, *arguments)
-        values = original(self, *map(_wide, handles), op).data
-        return interpreter.TensorHandle(values, tl.int1) if values.dtype == np.bool_ else _bf16(values)
+        widened = op is not np.where and any(_is_bf16(handle) for handle in handles)
+        result = original(self, *map(_wide, handles), op) if widened else original(self, *arguments)
+        if result.data.dtype == np.bool_:  # comparisons come out with the type of what was compared
+            return interpreter.TensorHandle(result.data, tl.int1)
+        return _bf16(result.data) if widened else result
 
     return run
 

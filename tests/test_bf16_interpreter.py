@@ -302,6 +302,20 @@ def test_select_ignores_what_it_does_not_take_and_masked_loads_give_the_other_va
 
 
 @triton.jit
+def _masked(x, out, limit, N: tl.constexpr):
+    o = tl.arange(0, N)[:, None] + tl.zeros([N, N], tl.int32)
+    tl.store(out + o, tl.load(x + o), (o < N) & (limit < 3))
+
+
+def test_a_scalar_comparison_is_a_mask():
+    x, out = torch.randn(16), torch.full((16,), torch.nan)
+    _masked[(1,)](x, out, 3, 16)
+    assert out.isnan().all()
+    _masked[(1,)](x, out, 2, 16)
+    assert torch.equal(out, x)
+
+
+@triton.jit
 def _sorted(x, out, N: tl.constexpr):
     o = tl.arange(0, N)
     tl.store(out + o, tl.sort(tl.load(x + o)))
