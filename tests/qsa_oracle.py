@@ -19,19 +19,20 @@ def rotate(x, axes, rotary, theta):
     return torch.cat([z.real, z.imag, x[..., rotary:].double()], -1)
 
 
-def queries(raw, weight, positions, rotary, theta):
-    """raw `[T, Hi, Di]` -> `[T, Hi, Di]`."""
-    rows = [rotate(norm(x, weight), p, rotary, theta) for x, p in zip(raw, positions)]
-    return torch.stack(rows) if rows else raw.double()
+def queries(raw, weight, positions, rotary, theta, dtype=torch.float64):
+    """raw `[T, Hi, Di]` -> `[T, Hi, Di]`, rounded to dtype after the norm and after the rotation."""
+    rows = [rotate(norm(x, weight).to(dtype), p, rotary, theta).to(dtype) for x, p in zip(raw, positions)]
+    return torch.stack(rows) if rows else raw.to(dtype)
 
 
-def block_keys(raw, weight, positions, rotary, theta, ratio):
-    """raw `[N, Di]` of one sequence from its token 0 -> its complete blocks `[N // ratio, Di]`."""
-    keys = []
-    for start in range(0, raw.shape[0] - ratio + 1, ratio):
-        mean = raw[start : start + ratio].double().mean(0)
-        keys.append(rotate(norm(mean, weight), positions[start], rotary, theta))
-    return torch.stack(keys) if keys else raw.new_zeros(0, raw.shape[1], dtype=torch.float64)
+def block_keys(raw, weight, positions, rotary, theta, ratio, dtype=torch.float64):
+    """raw `[N, Di]` of one sequence from its token 0 -> its complete blocks; also rounded after the mean."""
+    means, starts = [], range(0, raw.shape[0] - ratio + 1, ratio)
+    for start in starts:
+        means.append(raw[start : start + ratio].double().mean(0).to(dtype)[None])
+    first = [positions[start] for start in starts]
+    keys = queries(torch.stack(means), weight, first, rotary, theta, dtype)[:, 0] if means else raw.to(dtype)[:0]
+    return keys
 
 
 def scores(q, keys, order=None):

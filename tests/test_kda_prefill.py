@@ -59,6 +59,27 @@ def test_b24_head_counts_and_dims(heads, dims):
     check(call, out, state)
 
 
+@pytest.mark.parametrize("x", (0.0, 1.0, 2.5, 3.0, 4.0, 5.0))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_b01_strong_decay_beside_weak(x, dtype):
+    call = calls.prefill((16, 65), gate="given", dtype=dtype)
+    even = torch.arange(24) % 2 == 0
+    call["g_raw"] = torch.where(even, -x, -1e-3 if x else 0.0).expand(81, 4, 24).to(dtype)
+    out, state, _ = calls.run(kda_prefill, call)
+    check(call, out, state)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_b02_near_parallel_keys(dtype):
+    call = calls.prefill((64,), K=128, V=40, gate="given", dtype=dtype)
+    call["k"] = (torch.randn(1, 2, 128) + 1e-3 * torch.randn(64, 2, 128)).to(dtype)
+    call["g_raw"] = torch.full((64, 4, 128), -1e-4).to(dtype)
+    call["beta_logits"] = torch.full((64, 4), 4.6).to(dtype)  # beta = 0.99
+    out, state, _ = calls.run(kda_prefill, call)
+    wanted, after = calls.sequence_truth(call, 0, 64, call["state"][1])
+    assert oracle.error(out, wanted) < 2 * oracle.rounding(wanted, dtype) and oracle.error(state[1], after) < 1e-4
+
+
 @pytest.mark.parametrize("T", (1, 15, 16, 17, 63, 65, 127, 129))
 def test_b06_lengths_that_are_no_multiple_of_the_chunk(T):
     """Two equal sequences, cut from a longer buffer that is NaN behind and between them."""

@@ -6,7 +6,7 @@ import torch
 
 from thalweg.qsa import qsa_append, rope_table
 
-R, THETA, P = 24, 1e4, 400
+R, THETA, P = 20, 1e4, 400  # 10 lanes: not a multiple of the three axes
 
 
 class Index:
@@ -69,6 +69,18 @@ def test_queries_and_block_keys_equal_the_slow_ones(ratio, page_rows, Hi, Di):
     assert index.written() == sum(n // ratio for n in lengths)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_stage_is_rounded_to_the_pool_dtype(dtype):
+    """Bit for bit with the rounding after mean, norm and RoPE, but for the few values that lie on a rounding edge."""
+    index = Index(1, 400, Di=64, page_rows=50, dtype=dtype)
+    qk = torch.randn(400, 192).to(dtype)
+    q = index.append(qk, range(400), 0)
+    want = slow.queries(qk.unflatten(-1, (3, 64))[:, :2], index.weights[0], range(400), R, THETA, dtype)
+    assert (q == want).float().mean() > 0.995
+    want = slow.block_keys(qk[:, -64:], index.weights[1], range(400), R, THETA, 4, dtype)
+    assert (index.blocks(0, 100) == want).float().mean() > 0.995
+
+
 @pytest.mark.parametrize("ring", [4, 5, 11])
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 13])
 def test_groups_completed_across_calls_have_the_bits_of_one_call(ring, step):
@@ -79,6 +91,16 @@ def test_groups_completed_across_calls_have_the_bits_of_one_call(ring, step):
     assert same_bits(torch.cat(parts), q)
     assert same_bits(pieces.keys, index.keys)
     assert same_bits(pieces.ring, index.ring)
+
+
+def test_a_group_takes_no_token_of_the_request_before_it():
+    """Request 0 ends at position 6 of the call, request 1 goes on at 7: its other members are in its ring."""
+    index, qk, history = Index(2, 20), torch.randn(8, 120), torch.randn(7, 120)
+    index.append(history, range(7), 1)
+    index.append(qk, range(8), [0] * 7 + [1])
+    raw = torch.cat([history, qk[7:]])[:, -40:]
+    want = slow.block_keys(raw, index.weights[1], range(8), R, THETA, 4)
+    torch.testing.assert_close(index.blocks(1, 2).double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_append_is_idempotent():

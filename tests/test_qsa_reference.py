@@ -164,7 +164,7 @@ def test_attention_equals_that_of_transformers():
 
 
 def test_rope_norm_and_block_key_equal_the_slow_ones():
-    T, Hi, Di, R, theta, ratio = 24, 2, 40, 24, 1e4, 4
+    T, Hi, Di, R, theta, ratio = 24, 2, 40, 20, 1e4, 4
     raw, weight = torch.randn(T, Hi, Di, dtype=torch.float64), torch.randn(Di, dtype=torch.float64)
     axes = torch.randint(0, 300, (T, 3))
     table = reference.rope_table(300, R, theta)
@@ -176,15 +176,6 @@ def test_rope_norm_and_block_key_equal_the_slow_ones():
         got = reference.block_key(raw[:, 0].unflatten(0, (-1, ratio)), weight, rows[::ratio], torch.float64)
         want = slow.block_keys(raw[:, 0], weight, positions.tolist(), R, theta, ratio)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_pooled_key_is_rounded_before_and_after_the_norm():
-    """bfloat16 mean of 1, 1, 1, 1 + 2^-7 is 1 + 2^-9, rounded to 1; the norm of equal entries is 1 as well."""
-    raw = torch.ones(1, 4, 8)
-    raw[0, 3] += 2**-7
-    key = reference.block_key(raw, torch.full((8,), 0.003), torch.tensor([[1.0, 0.0]]), torch.bfloat16)
-    assert key.dtype == torch.bfloat16
-    assert key.float().unique().tolist() == [1.0]  # 1.003 rounds to 1
 
 
 def test_score_equals_the_slow_one_with_leading_dimensions():

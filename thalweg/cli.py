@@ -185,8 +185,6 @@ def generate(
     from thalweg.model import Decoder, Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    if check and temperature != 0.0:
-        raise ValueError("--verify needs temperature 0: it compares greedy choices")
     texts = work.read_prompts(prompts or [], file or [])
     model = Decoder.load(checkpoint, device=device)
     stream = work.Stream(texts, sys.stdout)
@@ -195,7 +193,7 @@ def generate(
         stream.finish(written.texts)
     print(work.summary(written.timing), file=sys.stderr)
     if check and not written.interrupted:
-        lines = [work.verify(model, prompt, text, impl) for prompt, text in zip(texts, written.texts)]
+        lines = [work.verify(model, prompt, text, sampling, impl) for prompt, text in zip(texts, written.texts)]
         written.verified = "\n".join(lines)
         print(written.verified, file=sys.stderr)
     if as_json:

@@ -62,8 +62,11 @@ def expect(
 
 def offsets(cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
     """Host copy of device offsets as every op reads them: clipped to [0, tokens], never decreasing. Syncs."""
-    clipped = cu_seqlens.to(torch.int64).clamp(0, tokens)
-    return torch.cummax(clipped, 0).values.tolist() if clipped.numel() else [0]
+    bounds, last = [], 0
+    for value in cu_seqlens.tolist():
+        last = max(last, min(value, tokens))
+        bounds.append(last)
+    return bounds or [0]
 
 
 def live_slots(slots: torch.Tensor, pool: int, null_slot: int | None) -> list[int]:

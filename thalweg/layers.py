@@ -60,7 +60,7 @@ class Config:
 
 
 class KDALayer(nn.Module):
-    """Kimi Delta Attention: x -> q|k|v, beta, decay gate and output gate (both low rank) -> conv -> KDA -> norm -> out."""
+    """Kimi Delta Attention: q|k|v, beta, decay and output gates (both low rank) -> conv -> KDA -> norm -> out."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -76,7 +76,7 @@ class KDALayer(nn.Module):
         self.out_proj = nn.Linear(H * D, config.hidden, bias=False)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[..., hidden]` -> qkv `[..., 3HD]`, raw gate `[..., H, D]`, beta logits `[..., H]`, output gate `[..., H, D]`."""
+        """`[.., hidden]` -> qkv `[.., 3HD]`, raw gate `[.., H, D]`, beta logits `[.., H]`, output gate `[.., H, D]`."""
         H, D = self.config.kda_heads, self.config.kda_dim
         qkv, beta_logits, decay, gate = self.in_proj(x).split(self.widths, -1)
         return qkv, self.decay_up(decay).unflatten(-1, (H, D)), beta_logits, self.gate_up(gate).unflatten(-1, (H, D))

@@ -22,7 +22,8 @@ class KDAState:
 
 @dataclass
 class QSAState:
-    """k_cache, v_cache `[pages, page_tokens, Hkv, D]`; block_keys `[pages, page_rows, Di]`; raw_ring `[requests, ring, Di]`."""
+    """k_cache, v_cache `[pages, page_tokens, Hkv, D]`; block_keys `[pages, page_rows, Di]`; raw_ring `[requests, ring,
+    Di]`: raw index keys, token p at entry p % ring."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor

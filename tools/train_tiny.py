@@ -65,8 +65,8 @@ def kda_mix(layer: KDALayer, x: torch.Tensor) -> torch.Tensor:
 
 
 def block_scores(layer: QSALayer, x: torch.Tensor, rope: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Index scores `[B, rows, N]` of some query rows against every complete block, over sqrt(Di); -inf if not visible."""
-    config, (B, T, _) = layer.config, x.shape
+    """Index scores `[B, rows, N]` of some rows against every complete block, over sqrt(Di); -inf if not visible."""
+    config, T = layer.config, x.shape[1]
     raw = F.linear(x.detach(), layer.in_proj.weight[-layer.widths[-1] :]).unflatten(-1, (config.index_heads + 1, -1))
     index_q = qsa.gemma_norm(raw[:, rows, :-1], layer.index_q_norm, config.norm_eps)
     index_q = qsa.apply_rope(index_q.transpose(0, 1), rope[rows]).transpose(0, 1)
@@ -170,7 +170,7 @@ def order5_bits(train: bytes, held: bytes) -> float:
 
 def optimizers(model: Decoder, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for everything else."""
-    matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight") or n.endswith("up.weight")]
+    matrices = [p for n, p in model.named_parameters() if n.endswith(("proj.weight", "up.weight"))]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
     return [
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="lib/pythonX.Y of an interpreter")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, default=0.0, help="instead of --steps: a schedule that follows the clock")
+    parser.add_argument("--minutes", type=float, default=0.0, help="instead of --steps: follow the clock")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--short-context", type=int, default=2048)
     parser.add_argument("--dense-share", type=float, default=0.6, help="share of the steps before selection is on")
@@ -274,9 +274,11 @@ def main() -> None:
     save(model, args.out)
     torch.set_float32_matmul_precision("highest")
     model = Decoder.load(args.out, device=device, dtype=torch.float32)
-    report |= {"train_bytes": len(text), "held_bytes": len(held), "parameters": sum(p.numel() for p in model.parameters())}
-    report |= {f"bpb_{name}_{window}": bits_per_byte(model, held, window, flag, device)
-               for window in (args.short_context, model.config.context) for name, flag in (("dense", False), ("sparse", True))}  # fmt: skip
+    report |= {"train_bytes": len(text), "held_bytes": len(held)}
+    report["parameters"] = sum(p.numel() for p in model.parameters())
+    for window in (args.short_context, model.config.context):
+        report[f"bpb_dense_{window}"] = bits_per_byte(model, held, window, False, device)
+        report[f"bpb_sparse_{window}"] = bits_per_byte(model, held, window, True, device)
     report["xz_bpb"] = 8 * len(lzma.compress(held, preset=9 | lzma.PRESET_EXTREME)) / len(held)
     report["order5_bpb"] = order5_bits(text, held)
     report |= {"seconds": round(seconds), "steps": args.steps, "seed": args.seed, "torch": torch.__version__}

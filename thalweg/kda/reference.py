@@ -165,24 +165,28 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[t
     So every exponent is a sum of gates over the rows it spans, at most 0, never a difference: no gate, however strong,
     overflows, costs a weak neighbour its digits, or brings a forgotten key back.
     """
-    C, K, lead = q.shape[-2], q.shape[-1], q.shape[:-2]
-    rows = torch.stack([q, k], -2)  # [.., C, 2, K]: a block of it is one contiguous operand
-    scores = q.new_zeros(*lead, C, 2, C)
-    scores.diagonal(dim1=-3, dim2=-1).copy_((rows * k[..., None, :]).sum(-1).transpose(-1, -2))
-    g_cum, g_tail, half = g, torch.zeros_like(g), 1
+    lead, (C, K) = q.shape[:-2], q.shape[-2:]
+    q, k, g_cum = (x.reshape(-1, C, K) for x in (q, k, g))
+    g_tail, B = torch.zeros_like(g_cum), q.shape[0]
+    rows = torch.stack([q, k], 2)  # [B, C, 2, K]: any block of rows is one contiguous operand
+    scores = q.new_zeros(B, C, 2, C)
+    scores.as_strided((B, C, 2), (2 * C * C, 2 * C + 1, C)).copy_((rows * k[:, :, None]).sum(-1))  # the diagonal
+    half = 1
     while half < C:
         n = C // (2 * half)
-        pairs = (*lead, n, 2, half, K)
-        (cum, since), (until, tail) = g_cum.reshape(pairs).unbind(-3), g_tail.reshape(pairs).unbind(-3)
-        early = k.reshape(pairs)[..., 0, :, :] * decay(until)
-        late = rows.view(*lead, n, 2, half, 2, K)[..., 1, :, :, :] * decay(since)[..., None, :]
-        met = torch.bmm(late.view(-1, 2 * half, K), early.view(-1, half, K).transpose(1, 2))
-        below = scores.view(*lead, n, 2, half, 2, n, 2, half)[..., 1, :, :, :, 0, :]
-        below.diagonal(dim1=-5, dim2=-2).copy_(met.view(*lead, n, half, 2, half).movedim(-4, -1))
-        g_cum = torch.cat([cum, since + cum[..., -1:, :]], -2).view(g.shape)
-        g_tail = torch.cat([until + since[..., -1:, :], tail], -2).view(g.shape)
+        pairs = (B, n, 2, half, K)
+        (cum, since), (until, tail) = g_cum.view(pairs).unbind(2), g_tail.view(pairs).unbind(2)
+        early = k.view(pairs).select(2, 0) * decay(until)
+        late = rows.view(B, n, 2, half, 2, K).select(2, 1) * decay(since)[:, :, :, None]
+        met = torch.bmm(late.view(-1, 2 * half, K), early.view(-1, half, K).mT)
+        # Rows of the later half against columns of the earlier one, for all n pairs down the diagonal.
+        strides = (2 * C * C, 2 * half * (2 * C + 1), 2 * C, C, 1)
+        scores.as_strided((B, n, half, 2, half), strides, 2 * C * half).copy_(met.view(B, n, half, 2, half))
+        g_cum = torch.cat([cum, since + cum[:, :, -1:]], 2).view(B, C, K)
+        g_tail = torch.cat([until + since[:, :, -1:], tail], 2).view(B, C, K)
         half *= 2
-    return scores[..., 0, :], scores[..., 1, :], g_cum, g_tail
+    of_q, of_k = scores.view(*lead, C, 2, C).unbind(-2)
+    return of_q, of_k, g_cum.view(g.shape), g_tail.view(g.shape)
 
 
 def chunk_terms(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float) -> Terms:
@@ -219,11 +223,11 @@ def chunked(
     state, outputs = state.to(dtype), []
     terms = chunk_terms(q, k, g, beta[..., 0], scale)
     grown = decay(terms.g_cum)
-    read, known, keep, total = q * grown, k * grown, k * decay(terms.g_tail), grown[..., -1:, :]
-    for n in range(q.shape[-3]):
+    steps = (q * grown, k * grown, k * decay(terms.g_tail), grown[..., -1:, :], v, beta, terms.Aqk, terms.inverse)
+    for read, known, keep, total, target, strength, Aqk, inverse in zip(*(x.unbind(-3) for x in steps)):
         flat = state.transpose(-1, -2)
-        R = terms.inverse[..., n, :, :] @ (beta[..., n, :, :] * (v[..., n, :, :] - known[..., n, :, :] @ flat))
-        outputs.append(scale * (read[..., n, :, :] @ flat) + terms.Aqk[..., n, :, :] @ R)
-        state = state * total[..., n, :, :] + R.transpose(-1, -2) @ keep[..., n, :, :]
+        R = inverse @ (strength * (target - known @ flat))
+        outputs.append(scale * (read @ flat) + Aqk @ R)
+        state = state * total + R.transpose(-1, -2) @ keep
     o = torch.cat(outputs, -2)[..., :T, :] if outputs else torch.zeros_like(v).flatten(-3, -2)
     return o, state, terms

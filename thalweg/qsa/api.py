@@ -237,7 +237,8 @@ def qsa_select(
 
     The ids equal those of the two ops (num_blocks the capacity of the page table) for every row whose request is in
     range; other rows give -1. Rows with at most k visible blocks are not scored, all are selected. workspace_bytes
-    caps what is kept of the score matrix at any context; at least one row's scores are.
+    caps the scores and what top-k needs besides, at any context; on top come tiles of a few MiB and `[R, k]` ids, and
+    never less than one row is held (about 32 bytes a visible block).
     """
     _expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes)
     if out is None:

@@ -14,7 +14,7 @@ from thalweg.qsa import reference
 ROW_TILE, KEY_TILE = 64, 1024  # rows x heads x keys x 8 bytes of float64 dots stay in cache
 REQUESTS = 8  # whose keys are gathered and scored together
 TOPK_BYTES = 32 << 20  # temporaries of one top-k step
-GATHER_BYTES = 4 << 20  # float32 keys (and as much again of values) of one attention step
+GATHER_BYTES = 1 << 20  # float32 keys (and as much again of values) of one attention step
 
 
 def page_slots(page_table: torch.Tensor, request: torch.Tensor, index: torch.Tensor, rows: int, pages: int):
@@ -30,18 +30,24 @@ def page_slots(page_table: torch.Tensor, request: torch.Tensor, index: torch.Ten
     return torch.where(inside, page * rows + index % rows, -1)
 
 
-def gather_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def gather_rows(pool: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
     """Rows `[R, M]` (flat, all valid) of a pool `[pages, rows, heads, D]` -> `[R, M, heads, D]`.
 
     Where rows are evenly spaced and a row's heads lie within one pitch (a plain cache, or the key half of a combined
-    one), whole pitches are copied, several times faster than element by element.
+    one), whole pitches are copied, several times faster than element by element; then scratch, flat and of the pool's
+    dtype, may take them: memory that is new to the process costs more than the copy.
     """
     pages, page_rows, heads, D = pool.shape
     page_pitch, pitch, head_pitch, one = pool.stride()
     span = (heads - 1) * head_pitch + D
-    if one != 1 or (heads > 1 and head_pitch < D) or span > pitch or (pages > 1 and page_pitch != page_rows * pitch):
+    if one != 1 or span > pitch or (pages > 1 and page_pitch != page_rows * pitch):
         return pool[slots // page_rows, slots % page_rows]
-    rows = pool.as_strided((pages * page_rows, span), (pitch, 1)).index_select(0, slots.flatten())
+    flat = pool.as_strided((pages * page_rows, span), (pitch, 1))
+    if scratch is None or scratch.dtype != pool.dtype or scratch.numel() < slots.numel() * span:
+        rows = flat.index_select(0, slots.flatten())
+    else:
+        rows = scratch[: slots.numel() * span].view(-1, span)
+        torch.index_select(flat, 0, slots.flatten(), out=rows)
     return rows.as_strided((*slots.shape, heads, D), (slots.shape[1] * span, span, head_pitch, 1))
 
 
@@ -214,14 +220,13 @@ def select(index_q, block_keys, page_table, row_request, visible, out, k, worksp
             out[part.flatten()] = _topk_rows(scores, ends.flatten(), k, workspace_bytes // 2).to(out.dtype)
 
 
-def _gather_tokens(cache: torch.Tensor, slots: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Tokens `[R, M]` of a cache `[pages, page_tokens, Hkv, D]` -> `[R, Hkv, M, D]` float32, contiguous."""
+def _gather_tokens(cache: torch.Tensor, slots: torch.Tensor, scale: float | None, scratch) -> torch.Tensor:
+    """Tokens `[R, M]` of a cache `[pages, page_tokens, Hkv, D]` -> `[R, M, Hkv, D]` float32, any strides."""
     if cache.dtype == torch.float8_e4m3fn:
-        rows = gather_rows(cache.view(torch.uint8), slots).view(torch.float8_e4m3fn)
+        rows = gather_rows(cache.view(torch.uint8), slots).view(torch.float8_e4m3fn).float()
     else:
-        rows = gather_rows(cache, slots)
-    rows = rows.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-    return rows if scale is None else rows.mul_(scale)
+        rows = gather_rows(cache, slots, scratch).float()
+    return rows if scale is None else rows * scale
 
 
 def attend(
@@ -240,26 +245,29 @@ def attend(
     ids = block_ids.long()
     ids = torch.where(ids < reference.visible_blocks(at, ratio)[:, None], ids, -1)
     step = max(1, GATHER_BYTES // (4 * width * kv_heads * D))
+    scratch = q.new_empty(min(step, R) * width * kv_heads * D, dtype=k_cache.dtype)
     for lo in range(0, R, step):
         part = slice(lo, lo + step)
         tokens = reference.expand_blocks(ids[part], at[part], ratio)
         slots = page_slots(page_table, request[part, None], tokens, page_tokens, pages)
-        o = _attend_rows(q[part], k_cache, v_cache, slots, scale, k_scale, v_scale)
+        o = _attend_rows(q[part], k_cache, v_cache, slots, scale, k_scale, v_scale, scratch)
         if out_gate is not None:
             o = o * torch.sigmoid(out_gate[part].float())
         out[part] = o.masked_fill((slots < 0).all(-1)[:, None, None], 0.0).to(out.dtype)
 
 
-def _attend_rows(q, k_cache, v_cache, slots, scale, k_scale, v_scale) -> torch.Tensor:
+def _attend_rows(q, k_cache, v_cache, slots, scale, k_scale, v_scale, scratch) -> torch.Tensor:
     """Attention of rows `[R, Hq, D]` over pool rows `[R, M]` (-1 unused), float32; rows without a token are garbage.
 
     An unused entry is filled with a token the row does attend to, at weight zero: nothing that was not selected is
-    read, and no second pass over the gathered keys is needed to keep 0 x NaN out.
+    read, and no second pass over the gathered keys is needed to keep 0 x NaN out. KV heads one at a time: a product
+    over both batch dimensions of a strided operand would copy it first.
     """
     unused = slots < 0
     filled = torch.where(unused, slots.amax(-1, keepdim=True).clamp(min=0), slots)
-    keys = _gather_tokens(k_cache, filled, k_scale)
-    grouped = q.float().unflatten(1, (keys.shape[1], -1))  # [R, Hkv, G, D]
-    logits = (grouped @ keys.transpose(-1, -2)).mul_(scale)
-    logits.masked_fill_(unused[:, None, None, :], -torch.inf)
-    return (torch.softmax(logits, -1) @ _gather_tokens(v_cache, filled, v_scale)).flatten(1, 2)
+    keys = _gather_tokens(k_cache, filled, k_scale, scratch)
+    grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [R, Hkv, G, D]
+    logits = torch.stack([torch.bmm(g, k.mT) for g, k in zip(grouped.unbind(1), keys.unbind(2))], 1).mul_(scale)
+    weights = torch.softmax(logits.masked_fill_(unused[:, None, None, :], -torch.inf), -1)
+    values = _gather_tokens(v_cache, filled, v_scale, scratch)
+    return torch.cat([torch.bmm(w, v) for w, v in zip(weights.unbind(1), values.unbind(2))], 1)
