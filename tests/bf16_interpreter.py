@@ -183,6 +183,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    np.seterr(all="ignore")  # hardware says nothing about overflow and NaN
 
     def wrap(owner, name, wrapper):
         original = getattr(owner, name)

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from thalweg import contract  # noqa: E402
-from thalweg.kda import chunks, solve  # noqa: E402
+from thalweg.kda import chunks, solve, solve_unit_lower  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -202,6 +202,23 @@ def test_products_are_as_exact_as_they_say(products):
     lower = blocks(1, 64, 1, 64)
     config = solve.Config(products, 1, 2 if products == "ieee" else 1, "")
     check(run(lower, config=config), truth(lower, [(0, 0, 64)]), PRODUCTS[products])
+
+
+def test_the_public_op_takes_it_by_name(monkeypatch):
+    """On a GPU by itself; on a CPU only where kernels are interpreted, and never for a layout it cannot take."""
+    lower = blocks(1, 20, 1, 16).to(DEVICE)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="takes CUDA tensors, got cpu ones"):
+            solve_unit_lower(lower, impl="triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for workspace_bytes in (None, 0):
+        out = solve_unit_lower(lower, out_dtype=torch.bfloat16, workspace_bytes=workspace_bytes, impl="triton")
+        check(out.cpu(), truth(lower.cpu(), [(0, 0, 20)]), 3e-5)
+    assert same(solve_unit_lower(lower, out_dtype=torch.bfloat16).cpu(), out.cpu())
+    wide = torch.stack([lower, lower], -1)[..., 0]
+    with pytest.raises(ValueError, match="lower must be contiguous in its last dimension, got strides"):
+        solve_unit_lower(wide, impl="triton")
+    check(solve_unit_lower(wide).cpu(), truth(lower.cpu(), [(0, 0, 20)]), 1e-5)
 
 
 def test_the_choice_of_a_configuration():

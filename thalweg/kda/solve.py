@@ -241,7 +241,7 @@ def solve_unit_lower(
     for name, tensor in (("lower", lower), ("out", out)):
         if tensor.stride(3) != 1:
             refuse(OP, name, "contiguous in its last dimension", f"strides {tuple(tensor.stride())}")
-        if abs(tensor.stride(1)) * C >= 2**31:
+        if tensor.stride(1) * C >= 2**31:
             refuse(OP, name, f"rows less than {2**31 // C} elements apart", f"strides {tuple(tensor.stride())}")
     if lower.numel() == 0:
         return
