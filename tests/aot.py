@@ -28,7 +28,8 @@ class Build:
 
     constants: the constexpr arguments, and None for a tensor that is absent. options: num_warps and the like.
     demands: regular expressions that the program's text (PTX, amdgcn) must contain, as "wgmma" or "v_mfma".
-    most_registers: a lane, where one more costs a warp its place on the machine.
+    most_registers: a lane, where one more costs a warp its place on the machine. most_spilled: bytes a lane; anything
+    but 0 wants a reason beside it.
     """
 
     kernel: Any
@@ -37,13 +38,14 @@ class Build:
     options: Mapping[str, Any] = field(default_factory=dict)
     demands: tuple[str, ...] = ()
     most_registers: int = 512
+    most_spilled: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
     """registers a lane, bytes of local memory a lane (what does not fit registers goes there), shared bytes a program.
 
-    instructions: of the program, as it lies in memory. missing: the build's demands that it does not meet.
+    instructions: of the program, as it lies in memory. missing: what the build demands and the program lacks.
     """
 
     registers: int
@@ -101,6 +103,8 @@ def compiled(build: Build, target: str) -> Report:
     missing = tuple(demand for demand in build.demands if not re.search(demand, text))
     if registers > build.most_registers:
         missing += (f"{build.most_registers} registers at most (it takes {registers})",)
+    if spilled > build.most_spilled:
+        missing += (f"{build.most_spilled} bytes spilled at most (it spills {spilled})",)
     return Report(registers, spilled, result.metadata.shared, instructions, missing)
 
 
@@ -127,13 +131,6 @@ def run(file: str, target: str) -> dict[str, dict[str, Any]]:
 
 
 def problems(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with each build: it does not compile, it spills, or its text lacks what it must contain."""
-    found = []
-    for name, row in rows.items():
-        if "error" in row:
-            found.append(f"{name}: {row['error']}")
-        elif row["spilled"]:
-            found.append(f"{name}: {row['spilled']} bytes spilled, {row['registers']} registers")
-        elif row["missing"]:
-            found.append(f"{name}: no {', no '.join(row['missing'])} in its text")
-    return found
+    """What is wrong with each build: it does not compile, or lacks what it demands (no spills, some instruction)."""
+    wrong = {name: row.get("error") or ", ".join(row["missing"]) for name, row in rows.items()}
+    return [f"{name}: {what}" for name, what in wrong.items() if what]

@@ -47,11 +47,13 @@ class Config:
     heads: int  # blocks of neighbouring heads that one program owns
     num_warps: int
     reason: str = field(compare=False)
+    max_registers: int | None = None  # a lane, NVIDIA only
 
     @property
     def options(self) -> dict[str, int | bool]:
         """Launch options. FP fusion is stated: Triton 3.10 changes its default, and bits with it."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": True}
+        cap = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True, **cap}
 
 
 def choose(shape: Shape, device: str) -> Config:
@@ -61,7 +63,9 @@ def choose(shape: Shape, device: str) -> Config:
     # block against 210.
     heads = 2 if shape.C == 16 and shape.H > 1 else 1
     if shape.out_dtype != torch.float32 and shape.precision != "tf32":
-        return Config("bf16x3", heads, 1, "rounding the result to 16 bits hides the 2^-15 of three bf16 products")
+        # 128 registers, 16 warps a multiprocessor: left alone the compiler takes 172, which is 8 warps.
+        reason = "rounding the result to 16 bits hides the 2^-15 of three bf16 products"
+        return Config("bf16x3", heads, 1, reason, 128 if nvidia and shape.C == 64 else None)
     if shape.precision == "tf32" and nvidia:
         return Config("tf32", heads, 1, "asked for: one tensor-core product")
     if shape.precision == "tf32x3" and nvidia:
@@ -154,22 +158,18 @@ def _block(p_in, p_out, stride_in, stride_out, n, m_store, diagonal, TILES: tl.c
     """Stores the inverse of one block of n rows; diagonal: the transposed inverses of its TILES diagonal tiles."""
     o_r = tl.arange(0, 16)[:, None]
     o_c = tl.arange(0, 16)[None, :]
-    lowers = ()  # L_ik^T, row by row of tiles: rows across
-    for i in tl.static_range(1, TILES):
-        p_row = p_in + tl.minimum(i * 16 + o_c, n - 1) * stride_in + o_r
-        for k in tl.static_range(i):
-            lowers = lowers + (tl.load(p_row + k * 16).to(tl.float32),)
     tiles = ()  # X_ij^T, row by row of tiles
     for i in tl.static_range(TILES):
+        p_row = p_in + tl.minimum(i * 16 + o_c, n - 1) * stride_in + o_r
+        lowers = ()  # L_ik^T: rows across
+        for k in tl.static_range(i):
+            lowers = lowers + (tl.load(p_row + k * 16).to(tl.float32),)
         for j in tl.static_range(i):
             b_acc = tl.zeros([16, 16], tl.float32)
             for k in tl.static_range(j, i):
-                b_acc = _product(tiles[k * (k + 1) // 2 + j], lowers[i * (i - 1) // 2 + k], b_acc, PRODUCTS)
+                b_acc = _product(tiles[k * (k + 1) // 2 + j], lowers[k], b_acc, PRODUCTS)
             tiles = tiles + (_product(b_acc, -diagonal[i], tl.zeros([16, 16], tl.float32), PRODUCTS),)
         tiles = tiles + (diagonal[i],)
-    # Every store behind the last product: between them, stores cost the compiler its order of loads (174 registers at
-    # C = 64, where 168 let 12 warps live on a multiprocessor and one more lets 8).
-    for i in tl.static_range(TILES):
         p_row = p_out + (i * 16 + o_r) * stride_out + o_c
         m_row = (i * 16 + o_r < n) & m_store
         for j in tl.static_range(TILES):
@@ -204,7 +204,7 @@ def _kernel(
         for i in tl.static_range(HEADS):
             p_zeros = out + (i_h + i).to(tl.int64) * stride_oh + o_r * stride_ot + o_c
             tl.store(p_zeros, tl.zeros([C, C], out.dtype.element_ty), (o_r < n) & (i_h + i < H))
-        n = 0
+        return
     if n > 0:
         i_tile = tl.arange(0, HEADS * TILES)[:, None, None]
         i_head = tl.minimum(i_h + i_tile // TILES, H - 1).to(tl.int64)  # past H: the last head, not stored
