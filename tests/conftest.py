@@ -1,9 +1,23 @@
-"""Settings shared by every test: one torch thread, a fixed seed, and the `gpu` mark."""
+"""Settings shared by every test: one torch thread, a fixed seed, the `gpu` mark, kernels interpreted without a GPU."""
+
+import importlib.util
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)  # small tensors: a second thread costs more than it gives, most of all beside other workers
+
+# Triton reads the variable when a function is decorated, its own functions when it is imported. It is set back: an op
+# that picks an implementation by itself must not pick an interpreted kernel.
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    import bf16_interpreter
+    import triton
+
+    bf16_interpreter.install()
+    triton.knobs.runtime.interpret = True
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 def pytest_collection_modifyitems(items):

@@ -104,7 +104,7 @@ def test_out_is_used_and_returned(op):
 @pytest.mark.parametrize("op", OPS)
 def test_named_implementation_runs_or_raises(op):
     assert calls.same(*(calls.run(getattr(kda, op), example_of(op), impl=name)[0] for name in ("reference", None)))
-    with pytest.raises(ValueError, match=f"^{op}: impl must be one of reference, got 'fast'"):
+    with pytest.raises(ValueError, match=f"^{op}: impl must be one of .*reference, got 'fast'"):
         calls.run(getattr(kda, op), example(op), impl="fast")
 
 

@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
 # Imports
 
 NAMES = {name_of(path) for path in MODULES}
-FREE = {"thalweg.contract", "thalweg.dispatch", "thalweg.inputs", "thalweg.accuracy", "thalweg.timing", "thalweg.state"}
+FREE = {f"thalweg.{name}" for name in ("contract", "device", "dispatch", "inputs", "accuracy", "timing", "state")}
 API = {"thalweg.kda", "thalweg.qsa", "thalweg.kda.api", "thalweg.qsa.api"}
 REFERENCES = {"thalweg.kda.reference", "thalweg.qsa.reference"}
 AROUND = ("__init__", "api", "arguments", "library", "reference", "reference_ops")  # of a family, not stages
@@ -66,7 +66,8 @@ def allowed(module: str) -> set[str]:
             return own | shared
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
-        return {"thalweg.contract"}  # a stage: no other stage, not the reference
+        pieces = {f"{family}.chunks"} - {module}  # device functions that every stage may use
+        return {"thalweg.contract", "thalweg.device"} | pieces  # a stage: no other stage, not the reference
     bench = {name for name in NAMES if name.startswith("thalweg.bench")}
     return {
         "thalweg.cases": {"thalweg.inputs"},

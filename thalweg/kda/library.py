@@ -3,6 +3,9 @@
 The public functions, with the contract, are in `api`; they validate shapes and dtypes, allocate `out` and call these.
 """
 
+import importlib.util
+import os
+
 import torch
 
 from thalweg import contract, dispatch
@@ -14,9 +17,37 @@ def _reference(run) -> tuple[dispatch.Impl, ...]:
     return (dispatch.Impl("reference", note, lambda call: None, run),)
 
 
+def _without_triton(tensor: torch.Tensor) -> str | None:
+    """Why no Triton kernel can run on this tensor."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if tensor.device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return f"takes CUDA tensors, got {tensor.device} ones (TRITON_INTERPRET=1 interprets them, slowly)"
+    return None
+
+
+def _solve_why_not(call) -> str | None:
+    for name in ("lower", "out"):
+        strides, C = call[name].stride(), call[name].shape[-1]
+        if strides[3] != 1:
+            return f"{name} must be contiguous in its last dimension, got strides {tuple(strides)}"
+        if strides[1] * C >= 2**31:
+            return f"{name} must have rows less than {2**31 // C} elements apart, got strides {tuple(strides)}"
+    return _without_triton(call["lower"])
+
+
+def _solve(lower, cu_seqlens, precision, workspace_bytes, out) -> None:
+    from thalweg.kda import solve
+
+    solve.solve_unit_lower(lower, cu_seqlens, out, precision)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
-    "solve_unit_lower": _reference(reference_ops.solve_unit_lower),
+    "solve_unit_lower": (
+        dispatch.Impl("triton", "one pass in Triton, no workspace at any budget", _solve_why_not, _solve),
+        *_reference(reference_ops.solve_unit_lower),
+    ),
     "kda_conv": _reference(reference_ops.conv),
     "kda_prefill": _reference(reference_ops.prefill),
     "kda_decode": _reference(reference_ops.decode),

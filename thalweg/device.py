@@ -1,0 +1,26 @@
+"""The accelerator of a torch device: its architecture by name, and launching on it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+
+@cache
+def _arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def arch(device: torch.device) -> str:
+    """The name, as "sm_90" or "gfx950"; the device type ("cpu", "meta") where there is no GPU."""
+    if device.type != "cuda":
+        return device.type
+    return _arch(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes `device` the current one for a launch, and the former one again after it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
