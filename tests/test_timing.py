@@ -26,6 +26,7 @@ def test_a_sample_is_long_enough_and_all_of_them_are_not_too_long(round_us):
 
 
 def test_the_caller_may_insist_on_a_method():
+    assert timing.plan(20_000.0, "cuda", calls=286).method == "graph"  # launches of 70 us each, not long calls
     assert timing.plan(3.0, "cuda", graph=False).method == "events"
     assert timing.plan(1e6, "cuda", graph=True).method == "graph"
     assert timing.plan(3.0, "cpu", graph=True).method == "wall"
