@@ -46,7 +46,10 @@ def test_check_passes_and_names_every_op(run):
     lines = out.splitlines()
     assert lines[0].split()[:2] == ["op", "case"]
     assert {line.split()[0] for line in lines[1:-2]} == set(calls.OPS)
-    assert len(lines) == 3 + len(SMALL) and lines[-1] == f"{len(SMALL)} ok, 0 failed, 0 skipped on cpu"
+    skipped = sum(len(calls.IMPLS[case.op]) - 1 for case in SMALL.values())  # all but the last resort want a GPU
+    assert len(lines) == 3 + len(SMALL) + skipped
+    assert lines[-1] == f"{len(SMALL)} ok, 0 failed, {skipped} skipped on cpu"
+    assert all("takes CUDA tensors" in line for line in lines[1:-2] if "skipped" in line)
 
 
 def test_check_as_json_of_some_ops(run):
@@ -90,7 +93,7 @@ def test_check_catches_one_wrong_entry(id, monkeypatch):
         if name == "visible":
             continue
         monkeypatch.setitem(calls.OPS, case.op, spoiled)
-        rows = checks.check_case(case, "cpu")
+        rows = checks.check_case(case, "cpu", "reference")
         assert [row.result for row in rows] == ["FAILED"], name
 
 
@@ -135,7 +138,9 @@ def test_info_names_versions_devices_and_implementations(run):
     assert code == 0 and report["versions"]["torch"] == torch.__version__
     assert report["devices"][0]["device"] == "cpu"
     assert {row["op"] for row in report["implementations"]} == set(calls.OPS)
-    assert all(row["usable"] and row["why_not"] is None for row in report["implementations"])
+    for row in report["implementations"]:
+        assert row["usable"] == (row["why_not"] is None)
+        assert row["usable"] or row["impl"] != "reference"
     code, out, _ = run("info")
     assert code == 0 and torch.__version__ in out and "kda_prefill" in out
 
