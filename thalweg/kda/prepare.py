@@ -6,10 +6,11 @@ Per chunk of C tokens and value head, G the gate cumulated inside the chunk, Gc 
     Akk = strict_lower(diag(beta) Kp (k exp(-G))^T)       Aqk = lower(Qp (k exp(-G))^T), its diagonal included
     inverse = (I + Akk)^-1 diag(beta)
 
-No exponent is ever taken that could overflow. Where the gate is bounded, half a chunk decays by at most e^80: one
-anchor in the middle of the chunk serves both signs. Where it is not, rows meet in halves (16 rows with the 16 before,
-8 with 8, ... 1 with 1), each row decayed to the boundary between its half and the other: every exponent is a sum of
-gates over the rows it spans, never a difference, and at most 0.
+No exponent is ever taken that could overflow, and none depends on a later token. Where the gate is bounded, G lies
+between 0 and C lower_bound, and is taken from the middle of that range: exp(G - middle) and exp(middle - G) stay within
+e^80. Where it is not, rows meet in halves (16 rows with the 16 before, 8 with 8, ... 1 with 1), each row decayed to the
+boundary between its half and the other: every exponent is a sum of gates over the rows it spans, never a difference,
+and at most 0.
 
 The inverse grows by the same halves, X <- X - X (Akk between halves) X from 1 x 1 up: forward substitution by blocks,
 stable on parallel keys where series are not, in float32 tiles.
@@ -41,6 +42,7 @@ from thalweg.kda.products import halves, product, sums
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
+LIFT = tl.constexpr(10.0)  # unit keys times 2^10 e^80 are finite, and a key of 2^-21 times e^-80 is no denormal
 CHUNK = 32
 SPAN = 80.0  # natural-log decay that exp of both signs stands in bf16 and float32
 
@@ -52,6 +54,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype
     gate: str
     lower_bound: float
+    unit: bool  # q and k are normalised here, so at most 1
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ def products(out_dtype: torch.dtype, device: str) -> str:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    anchored = shape.gate == "bounded" and -shape.lower_bound * (CHUNK // 2) <= SPAN
+    anchored = shape.gate == "bounded" and shape.unit and -shape.lower_bound * (CHUNK // 2) <= SPAN
     width = max(16, triton.next_power_of_2(shape.K))
     form = products(shape.out_dtype, device)
-    reason = "one anchor a chunk: the bound keeps half a chunk within e^80" if anchored else "no bound: halves"
+    reason = "one anchor a chunk: the bound keeps its halves within e^80" if anchored else "no bound: halves"
     if form == "bf16":
         return Config(form, anchored, min(width, 128 if anchored else 64), 4, reason)
     return Config(form, anchored, min(width, 32), 4, reason)
@@ -103,40 +106,42 @@ def _log2_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def _half_scores(b_q, b_k, b_g, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """q k^T and k k^T, decayed, of all pairs of rows i > j, and q k^T of i = j; zeros above. b_g in base 2."""
+def _half_scores(b_q, b_k, b_g, n, C: tl.constexpr, PRODUCTS: tl.constexpr):
+    """q k^T and k k^T, decayed, of all pairs of rows i > j, and q k^T of i = j; zeros above. b_g in base 2.
+
+    A loop, not unrolled: halves of h >= n rows do not meet, and the compiler would interleave what is unrolled.
+    """
     o_i = tl.arange(0, C)[:, None]
     o_j = tl.arange(0, C)[None, :]
     b_Aqk = tl.where(o_i == o_j, tl.sum(b_q * b_k, 1)[:, None], 0.0)
     b_Akk = tl.zeros([C, C], tl.float32)
-    half: tl.constexpr = C // 2
-    for level in tl.static_range(5):
-        h: tl.constexpr = half >> level
-        if h > 0:
-            later = (o_i & h) != 0
-            b_span = (o_i // h == o_j // h) & ((later & (o_j <= o_i)) | ((o_i & h == 0) & (o_j > o_i)))
-            b_w = tl.exp2(sums(tl.where(b_span, 1.0, 0.0), b_g, PRODUCTS))
-            b_kw = b_k * b_w
-            meet = (o_i > o_j) & ((o_i ^ o_j) >= h) & ((o_i ^ o_j) < 2 * h)
-            b_zero = tl.zeros([C, C], tl.float32)
-            b_Aqk += tl.where(meet, product(b_q * b_w, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
-            b_Akk += tl.where(meet, product(b_kw, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
+    h = 1
+    while h < n:
+        later = (o_i & h) != 0
+        b_span = ((o_i & -h) == (o_j & -h)) & ((later & (o_j <= o_i)) | (((o_i & h) == 0) & (o_j > o_i)))
+        b_w = tl.exp2(sums(tl.where(b_span, 1.0, 0.0), b_g, PRODUCTS))
+        b_kw = b_k * b_w
+        meet = (o_i > o_j) & ((o_i ^ o_j) >= h) & ((o_i ^ o_j) < 2 * h)
+        b_zero = tl.zeros([C, C], tl.float32)
+        b_Aqk += tl.where(meet, product(b_q * b_w, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
+        b_Akk += tl.where(meet, product(b_kw, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
+        h *= 2
     return b_Aqk, b_Akk
 
 
 @triton.jit
-def _unit_lower_inverse(b_lower, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """(I + b_lower)^-1 of a strictly lower `[C, C]` tile."""
+def _unit_lower_inverse(b_lower, n, C: tl.constexpr, PRODUCTS: tl.constexpr):
+    """(I + b_lower)^-1 of a strictly lower `[C, C]` tile, zero from row n on."""
     o_i = tl.arange(0, C)[:, None]
     o_j = tl.arange(0, C)[None, :]
     apart = o_i ^ o_j
     b_x = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(apart == 1, b_lower, 0.0)
-    for level in tl.static_range(1, 5):
-        h: tl.constexpr = 1 << level
-        if h < C:
-            b_between = tl.where((apart >= h) & (apart < 2 * h), b_lower, 0.0)
-            b_y = product(b_between, b_x, tl.zeros([C, C], tl.float32), PRODUCTS)
-            b_x = product(-b_x, b_y, b_x, PRODUCTS)
+    h = 2
+    while h < n:
+        b_between = tl.where((apart >= h) & (apart < 2 * h), b_lower, 0.0)
+        b_y = product(b_between, b_x, tl.zeros([C, C], tl.float32), PRODUCTS)
+        b_x = product(-b_x, b_y, b_x, PRODUCTS)
+        h *= 2
     return b_x
 
 
@@ -187,13 +192,14 @@ def _kernel(
         factors += (i_entry.to(tl.int64) * HV + i_hv) * (3 * C * BK)
         pairs += (i_entry.to(tl.int64) * HV + i_hv) * ((3 if PRODUCTS == "bf16" else 2) * C * C)
         decays += (i_entry.to(tl.int64) * HV + i_hv) * BK
+        middle = lower_bound * (LOG2E * (C // 2))
         b_rate = 1.0
         if A_log is not None:
             b_rate = tl.exp(tl.load(A_log + i_hv * stride_a))
-        b_qn = scale
+        b_qn = 1.0
         b_kn = 1.0
         if NORM:
-            b_qn = (_inverse_norm(q, o_t, stride_qt, stride_qd, n, K, BK, BD) * scale)[:, None]
+            b_qn = _inverse_norm(q, o_t, stride_qt, stride_qd, n, K, BK, BD)[:, None]
             b_kn = _inverse_norm(k, o_t, stride_kt, stride_kd, n, K, BK, BD)[:, None]
         b_Aqk = tl.zeros([C, C], tl.float32)
         b_Akk = tl.zeros([C, C], tl.float32)
@@ -213,26 +219,23 @@ def _kernel(
             b_q = _rows(q, o_t, o_d, stride_qt, stride_qd, n, K, BK) * b_qn
             b_all = tl.sum(b_g, 0)
             if ANCHORED:
-                b_before = tl.sum(tl.where((o_t < C // 2)[:, None], b_g, 0.0), 0)
-                b_a = tl.cumsum(b_g, 0) - b_before[None, :]
-                b_w = tl.exp2(b_a)
-                b_kp = b_k * b_w
-                b_qp = b_q * b_w
-                b_ke = b_k * tl.exp2(-b_a)
+                b_cum = tl.cumsum(b_g, 0)
+                b_kp = b_k * tl.exp2(b_cum - middle + LIFT)
+                b_qp = b_q * tl.exp2(b_cum - middle + LIFT)
+                b_ke = b_k * tl.exp2(middle - b_cum + LIFT)
                 # Above the diagonal these may be infinite: those entries are never looked at.
                 b_Aqk = product(b_qp, tl.trans(b_ke), b_Aqk, PRODUCTS)
                 b_Akk = product(b_kp, tl.trans(b_ke), b_Akk, PRODUCTS)
-                b_before = tl.exp2(b_before)[None, :]
-                b_kp = b_kp * b_before
-                b_qp = b_qp * b_before
-                b_ke = b_ke * tl.exp2(b_all - tl.sum(tl.where((o_t < C // 2)[:, None], b_g, 0.0), 0))[None, :]
+                b_kp = b_kp * tl.exp2(middle - LIFT)
+                b_qp = b_qp * (tl.exp2(middle - LIFT) * scale)
+                b_ke = b_ke * tl.exp2(b_all - middle - LIFT)[None, :]
             else:
-                b_qs, b_ks = _half_scores(b_q, b_k, b_g, C, PRODUCTS)
+                b_qs, b_ks = _half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
                 b_Aqk += b_qs
                 b_Akk += b_ks
                 b_w = tl.exp2(sums(tl.where(o_j <= o_i, 1.0, 0.0), b_g, PRODUCTS))
                 b_kp = b_k * b_w
-                b_qp = b_q * b_w
+                b_qp = b_q * b_w * scale
                 b_ke = b_k * tl.exp2(sums(tl.where(o_j > o_i, 1.0, 0.0), b_g, PRODUCTS))
             p_f = factors + o_i * BK + o_d[None, :]
             tl.store(p_f, (-b_kp).to(factors.dtype.element_ty))
@@ -242,8 +245,12 @@ def _kernel(
         p_beta = beta_logits + i_t * stride_bt + i_hv * stride_bh
         b_beta = tl.sigmoid(tl.load(p_beta + o_t * stride_bt, mask=o_t < n, other=0.0).to(tl.float32))
         b_beta = tl.where(o_t < n, b_beta * (2.0 if DOUBLED else 1.0), 0.0)
-        b_Akk = tl.where(o_i > o_j, b_Akk * b_beta[:, None], 0.0)
-        b_x = _unit_lower_inverse(b_Akk, C, "bf16x3" if PRODUCTS == "bf16" else PRODUCTS)
+        unlift = 1.0
+        if ANCHORED:
+            unlift = tl.exp2(-2.0 * LIFT)
+        b_Aqk = tl.where(o_i >= o_j, b_Aqk * (unlift * scale), 0.0)
+        b_Akk = tl.where(o_i > o_j, b_Akk * (b_beta * unlift)[:, None], 0.0)
+        b_x = _unit_lower_inverse(b_Akk, n, C, "bf16x3" if PRODUCTS == "bf16" else PRODUCTS)
         b_x = b_x * tl.trans(b_beta[:, None])
         p_pairs = pairs + o_i * C + o_j
         if PRODUCTS == "bf16":
@@ -253,7 +260,7 @@ def _kernel(
             p_pairs += C * C
         else:
             tl.store(p_pairs, b_x)
-        tl.store(p_pairs + C * C, tl.where(o_i >= o_j, b_Aqk, 0.0).to(pairs.dtype.element_ty))
+        tl.store(p_pairs + C * C, b_Aqk.to(pairs.dtype.element_ty))
 
 
 # T and N change from step to step, and strides of T-major views with them: none of their values may be compiled in.
@@ -292,7 +299,7 @@ def prepare(
     T, H, K = q.shape
     HV, V = out.shape[1:]
     count, _, _, C, BK = factors.shape
-    config = config or choose(Shape(K, out.dtype, gate, lower_bound), arch(q.device))
+    config = config or choose(Shape(K, out.dtype, gate, lower_bound, qk_l2norm), arch(q.device))
     with current(q.device):
         kernel[(count * HV,)](
             q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
