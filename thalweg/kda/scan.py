@@ -59,13 +59,67 @@ def choose(shape: Shape, device: str) -> Config:
         form = "tf32x3" if shape.out_dtype == torch.float16 and nvidia else "ieee"
         return Config(form, min(values, 32), 1, 4, "float32 tiles: exact before it is fast")
     if shape.K > 128:
-        return Config("bf16", values, 2, 8, "a slice of 64 x 256 of the state fills four warps' registers twice")
+        return Config("bf16", 16, 1, 4, "a slice of 32 x 256 of the state spills, in four warps and in eight")
     return Config("bf16", values, 3 if nvidia else 1, 4, "64 rows are one wgmma; its left operand stays in registers")
 
 
 @triton.jit
 def _good(slot, slots, null_slot):
     return (slot >= 0) & (slot < slots) & (slot != null_slot)
+
+
+@triton.jit
+def _advance(
+    b_s, i_first, i_last, factors, pairs, decays, v, out, tokens, entry, HV, i_hv, o_v,
+    stride_vt, stride_vd, stride_ot, stride_od,
+    V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """The state after chunks i_first .. i_last - 1 of a sequence of `tokens` tokens, whose outputs are written; chunk
+    0 has entry number `entry` in what was handed over.
+    """
+    TILES: tl.constexpr = 3 if PRODUCTS == "bf16" else 2
+    o_t = tl.arange(0, C)
+    o_k = tl.arange(0, BK)
+    i_t = i_first.to(tl.int64) * C
+    v += i_t * stride_vt
+    out += i_t * stride_ot
+    o_in = o_t[:, None] * stride_vt + o_v[None, :] * stride_vd
+    o_out = o_t[:, None] * stride_ot + o_v[None, :] * stride_od
+    for i_c in tl.range(i_first, i_last, num_stages=STAGES):
+        i_row = (entry + i_c) * HV + i_hv
+        m = (o_t < tokens - i_c * C)[:, None]
+        if V % BV != 0:
+            m = m & (o_v < V)[None, :]
+        b_kp = factors.load([i_row * (3 * C), 0])
+        b_v = tl.load(v + o_in, mask=m, other=0.0)
+        b_x = pairs.load([i_row * (TILES * C), 0])
+        b_ke = factors.load([i_row * (3 * C) + 2 * C, 0])
+        b_qp = factors.load([i_row * (3 * C) + C, 0])
+        b_a = pairs.load([i_row * (TILES * C) + (TILES - 1) * C, 0])
+        b_decay = tl.load(decays + i_row.to(tl.int64) * BK + o_k)
+        b_acc = tl.trans(b_v).to(tl.float32)
+        b_zero = tl.zeros([BV, C], tl.float32)
+        if PRODUCTS == "bf16":
+            b_xl = pairs.load([i_row * (TILES * C) + C, 0])
+            b_sb = b_s.to(tl.bfloat16)
+            b_high, b_low = halves(tl.dot(b_sb, tl.trans(b_kp), b_acc))
+            b_r = tl.dot(b_low, tl.trans(b_x), b_zero)
+            b_r = tl.dot(b_high, tl.trans(b_xl), b_r)
+            b_high, b_low = halves(tl.dot(b_high, tl.trans(b_x), b_r))
+            b_s = tl.dot(b_low, b_ke, b_s * b_decay[None, :])
+            b_s = tl.dot(b_high, b_ke, b_s)
+            b_o = tl.dot(b_sb, tl.trans(b_qp), b_zero)
+            b_o = tl.dot(b_low, tl.trans(b_a), b_o)
+            b_o = tl.dot(b_high, tl.trans(b_a), b_o)
+        else:
+            b_r = product(product(b_s, tl.trans(b_kp), b_acc, PRODUCTS), tl.trans(b_x), b_zero, PRODUCTS)
+            b_o = product(b_s, tl.trans(b_qp), b_zero, PRODUCTS)
+            b_o = product(b_r, tl.trans(b_a), b_o, PRODUCTS)
+            b_s = product(b_r, b_ke, b_s * b_decay[None, :], PRODUCTS)
+        tl.store(out + o_out, tl.trans(b_o.to(out.dtype.element_ty)), m)
+        v += C * stride_vt
+        out += C * stride_ot
+    return b_s
 
 
 def _kernel(
@@ -77,7 +131,6 @@ def _kernel(
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (V + BV - 1) // BV
-    TILES: tl.constexpr = 3 if PRODUCTS == "bf16" else 2
     o_v = tl.program_id(0) % SLICES * BV + tl.arange(0, BV)
     i_hv = tl.program_id(0) // SLICES % HV
     i_n = tl.program_id(0) // SLICES // HV
@@ -106,43 +159,20 @@ def _kernel(
                 b_s = tl.load(p_carry + turn * flip, mask=m_s, other=0.0)
             else:
                 b_s = tl.load(p_state + read * stride_s, mask=m_s & (not anew), other=0.0).to(tl.float32)
-            for i_c in tl.range(i_first, i_last, num_stages=STAGES):
-                i_row = (base + i_c - first) * HV + i_hv
-                i_t = i_c * C
-                m_t = (o_t < end - start - i_t)[:, None]
-                b_kp = factors.load([i_row * (3 * C), 0])
-                p_v = v + i_t.to(tl.int64) * stride_vt + o_t[:, None] * stride_vt + o_v[None, :] * stride_vd
-                b_v = tl.load(p_v, mask=m_t & (o_v < V)[None, :], other=0.0)
-                b_x = pairs.load([i_row * (TILES * C), 0])
-                b_ke = factors.load([i_row * (3 * C) + 2 * C, 0])
-                b_qp = factors.load([i_row * (3 * C) + C, 0])
-                b_a = pairs.load([i_row * (TILES * C) + (TILES - 1) * C, 0])
-                b_decay = tl.load(decays + i_row.to(tl.int64) * BK + o_k)
-                b_acc = tl.trans(b_v).to(tl.float32)
-                b_zero = tl.zeros([BV, C], tl.float32)
-                if PRODUCTS == "bf16":
-                    b_xl = pairs.load([i_row * (TILES * C) + C, 0])
-                    b_sb = b_s.to(tl.bfloat16)
-                    b_high, b_low = halves(tl.dot(b_sb, tl.trans(b_kp), b_acc))
-                    b_r = tl.dot(b_low, tl.trans(b_x), b_zero)
-                    b_r = tl.dot(b_high, tl.trans(b_xl), b_r)
-                    b_high, b_low = halves(tl.dot(b_high, tl.trans(b_x), b_r))
-                    b_s = tl.dot(b_low, b_ke, b_s * b_decay[None, :])
-                    b_s = tl.dot(b_high, b_ke, b_s)
-                    b_o = tl.dot(b_sb, tl.trans(b_qp), b_zero)
-                    b_o = tl.dot(b_low, tl.trans(b_a), b_o)
-                    b_o = tl.dot(b_high, tl.trans(b_a), b_o)
-                else:
-                    b_r = product(product(b_s, tl.trans(b_kp), b_acc, PRODUCTS), tl.trans(b_x), b_zero, PRODUCTS)
-                    b_o = product(b_s, tl.trans(b_qp), b_zero, PRODUCTS)
-                    b_o = product(b_r, tl.trans(b_a), b_o, PRODUCTS)
-                    b_s = product(b_r, b_ke, b_s * b_decay[None, :], PRODUCTS)
-                p_out = out + i_t.to(tl.int64) * stride_ot + o_t[:, None] * stride_ot + o_v[None, :] * stride_od
-                tl.store(p_out, tl.trans(b_o.to(out.dtype.element_ty)), m_t & (o_v < V)[None, :])
-                if checkpoint_slots is not None:
-                    done = i_t + C
-                    j = done // every - 1
-                    if (done % every == 0) & (done <= end - start) & (j < marks):
+            if checkpoint_slots is None:
+                b_s = _advance(b_s, i_first, i_last, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv,
+                               o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS)  # fmt: skip
+            else:
+                # A loop from mark to mark: a store inside the inner one would cost it registers it does not have.
+                i_c = i_first
+                step = every // C
+                while i_c < i_last:
+                    i_end = tl.minimum((i_c // step + 1) * step, i_last)
+                    b_s = _advance(b_s, i_c, i_end, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv,
+                                   o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS)  # fmt: skip
+                    i_c = i_end
+                    j = i_c // step - 1
+                    if (i_c % step == 0) & (i_c * C <= end - start) & (j < marks):
                         p_mark = checkpoint_slots + i_n.to(tl.int64) * stride_mn + j.to(tl.int64) * stride_mj
                         mark = tl.load(p_mark).to(tl.int64)
                         if _good(mark, slots, null_slot):
