@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from thalweg import contract  # noqa: E402
-from thalweg.kda import prefill, prepare, scan  # noqa: E402
+from thalweg import contract
+from thalweg.kda import prefill, prepare, scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -90,7 +90,7 @@ def test_options():
 
 @pytest.mark.parametrize("x", (0.0, 2.5, 5.0, 80.0, 1e5))
 def test_b01_strong_decay_beside_weak(x):
-    """Given gates have no bound: every exponent is at most 0, and a weak channel keeps its digits beside a strong one."""
+    """Given gates have no bound: every exponent is at most 0, and weak channels keep their digits."""
     call = calls.prefill((40,), gate="given", **SMALL)
     call["g_raw"] = torch.where(torch.arange(32) % 2 == 0, -x, -1e-3 if x else 0.0).expand(40, 2, 32).to(BF16)
     check(call, *run(call))
@@ -126,7 +126,8 @@ def test_bits_alone_packed_and_in_groups():
     for i in (0, 2):
         lo, hi = bounds[i], bounds[i + 1]
         alone = {n: call[n][lo:hi].clone() for n in TOKENS}
-        out, after = run({**call, **alone}, cu_seqlens=torch.tensor([0, hi - lo]), read_slots=call["read_slots"][i : i + 1])
+        slots = call["read_slots"][i : i + 1]
+        out, after = run({**call, **alone}, cu_seqlens=torch.tensor([0, hi - lo]), read_slots=slots)
         assert calls.same(out, packed[lo:hi]) and calls.same(after[i + 1], state[i + 1])
 
 
@@ -247,13 +248,16 @@ def test_workspace_is_bounded_and_stated():
     assert prefill.groups(100, 1, 1, 32, BF16, 1) == (6, 1)
 
 
-def test_choices():
-    for device in ("sm_90", "gfx950", "cpu"):
-        pick = lambda bound, gate="bounded", dtype=BF16, unit=True: prepare.choose(prepare.Shape(128, dtype, gate, bound, unit), device)  # noqa: E731
-        assert pick(-5.0).anchored and not pick(-5.1).anchored and not pick(-1.0, "soft").anchored and not pick(-5.0, unit=False).anchored
-        assert pick(-5.0).products == "bf16" and pick(-5.0, dtype=F32).products == "ieee" and pick(-5.0).reason
-        for dtype in (BF16, F16, F32):
-            assert scan.choose(scan.Shape(128, 128, dtype), device).products == pick(-5.0, dtype=dtype).products
+@pytest.mark.parametrize("device", ("sm_90", "gfx950", "cpu"))
+def test_choices(device):
+    def anchored(gate="bounded", bound=-5.0, unit=True, dtype=BF16):
+        return prepare.choose(prepare.Shape(128, dtype, gate, bound, unit), device).anchored
+
+    assert anchored() and not anchored(bound=-5.1) and not anchored("soft") and not anchored("given")
+    assert not anchored(unit=False) and not anchored(dtype=F32)
+    for dtype, form in ((BF16, "bf16"), (F32, "ieee"), (F16, "tf32x3" if device == "sm_90" else "ieee")):
+        config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True), device)
+        assert config.products == scan.choose(scan.Shape(128, 128, dtype), device).products == form and config.reason
 
 
 def test_b31_lengths_and_counts_are_not_compiled_in():

@@ -66,7 +66,7 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     ),
     "kda_conv": _reference(reference_ops.conv),
     "kda_prefill": (
-        dispatch.Impl("triton", "chunks of 32 prepared in parallel, then scanned, in Triton", _prefill_why_not, _prefill),
+        dispatch.Impl("triton", "chunks of 32, prepared in parallel, then scanned", _prefill_why_not, _prefill),
         *_reference(reference_ops.prefill),
     ),
     "kda_decode": _reference(reference_ops.decode),

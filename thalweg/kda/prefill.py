@@ -11,9 +11,9 @@ state crosses it in float32, so that no bit depends on where cuts fall.
 import torch
 import triton
 
+from thalweg.device import arch
 from thalweg.kda import chunks
 from thalweg.kda.prepare import CHUNK, prepare, products
-from thalweg.device import arch
 from thalweg.kda.scan import scan
 
 LIMIT = 2**30  # bytes of workspace; one chunk of all heads is always taken, however large

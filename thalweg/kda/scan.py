@@ -160,16 +160,20 @@ def _kernel(
             else:
                 b_s = tl.load(p_state + read * stride_s, mask=m_s & (not anew), other=0.0).to(tl.float32)
             if checkpoint_slots is None:
-                b_s = _advance(b_s, i_first, i_last, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv,
-                               o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS)  # fmt: skip
+                b_s = _advance(
+                    b_s, i_first, i_last, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv, o_v,
+                    stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
+                )  # fmt: skip
             else:
                 # A loop from mark to mark: a store inside the inner one would cost it registers it does not have.
                 i_c = i_first
                 step = every // C
                 while i_c < i_last:
                     i_end = tl.minimum((i_c // step + 1) * step, i_last)
-                    b_s = _advance(b_s, i_c, i_end, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv,
-                                   o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS)  # fmt: skip
+                    b_s = _advance(
+                        b_s, i_c, i_end, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv, o_v,
+                        stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
+                    )  # fmt: skip
                     i_c = i_end
                     j = i_c // step - 1
                     if (i_c % step == 0) & (i_c * C <= end - start) & (j < marks):
