@@ -60,7 +60,9 @@ def choose(shape: Shape, device: str) -> Config:
         return Config(form, min(values, 32), 1, 4, "float32 tiles: exact before it is fast")
     if shape.K > 128:
         return Config("bf16", 16, 1, 4, "a slice of 32 x 256 of the state spills, in four warps and in eight")
-    return Config("bf16", values, 3 if nvidia else 1, 4, "64 rows are one wgmma; its left operand stays in registers")
+    if not nvidia:
+        return Config("bf16", values, 1, 8, "gfx950: four waves spill 24 bytes a lane, eight none")
+    return Config("bf16", values, 3, 4, "64 rows are one wgmma; its left operand stays in registers")
 
 
 @triton.jit
