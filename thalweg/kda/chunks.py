@@ -49,3 +49,18 @@ def locate(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
     end = tl.where(i_span > N, T, end)
     i_t = start + (i_chunk - start // C - i_span) * C
     return i_t, tl.minimum(end - i_t, C), (i_span > 0) & (i_span <= N)
+
+
+@triton.jit
+def span(cu_seqlens, stride, i_n, N, T, C: tl.constexpr):
+    """Returns the first token of sequence i_n, the one past its last, and the number of its first chunk: chunk j of
+    the sequence has that number + j.
+    """
+    start = 0
+    end = 0
+    for first in range(0, i_n + 2, OFFSETS):
+        o_cu = first + tl.arange(0, OFFSETS)
+        b_cu = _offsets(cu_seqlens, stride, o_cu, N, T)
+        start = tl.maximum(start, tl.max(tl.where(o_cu <= i_n, b_cu, 0), 0))
+        end = tl.maximum(end, tl.max(tl.where(o_cu <= i_n + 1, b_cu, 0), 0))
+    return start, end, start // C + i_n + 1

@@ -42,6 +42,22 @@ def _solve(lower, cu_seqlens, precision, workspace_bytes, out) -> None:
     solve.solve_unit_lower(lower, cu_seqlens, out, precision)
 
 
+def _prefill_why_not(call) -> str | None:
+    for name in ("q", "k", "v", "g_raw", "out"):
+        stride = call[name].stride(0)
+        if stride >= 2**25:
+            return f"{name} must have tokens less than {2**25} elements apart, got strides {tuple(call[name].stride())}"
+    if not 1 <= call["q"].shape[2] <= 256 or not call["q"].shape[1]:
+        return f"takes K from 1 to 256 and at least one head, got q {list(call['q'].shape)}"
+    return _without_triton(call["q"])
+
+
+def _prefill(**call) -> None:
+    from thalweg.kda import prefill
+
+    prefill.prefill(**call)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
@@ -49,7 +65,10 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
         *_reference(reference_ops.solve_unit_lower),
     ),
     "kda_conv": _reference(reference_ops.conv),
-    "kda_prefill": _reference(reference_ops.prefill),
+    "kda_prefill": (
+        dispatch.Impl("triton", "chunks of 32, prepared in parallel, then scanned", _prefill_why_not, _prefill),
+        *_reference(reference_ops.prefill),
+    ),
     "kda_decode": _reference(reference_ops.decode),
     "kda_verify": _reference(reference_ops.verify),
     "kda_commit": _reference(reference_ops.commit),

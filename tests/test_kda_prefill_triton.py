@@ -1,0 +1,269 @@
+"""KDA prefill on Triton against the float64 definition and the contract, interpreted or on a GPU."""
+
+import kda_calls as calls
+import kda_oracle as oracle
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from thalweg import contract
+from thalweg.kda import prefill, prepare, scan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TOKENS = ("q", "k", "v", "g_raw", "beta_logits")
+SMALL = {"H": 1, "HV": 2, "K": 32, "V": 16, "dtype": BF16}
+WORST = {BF16: 5.5e-3, F16: 4e-4, F32: 2e-6}  # error at most: products of bf16, of tf32x3 or float32
+
+
+def run(call, limit=prefill.LIMIT, out=None, **changes):
+    """The launcher, on NaN-filled outputs and a copy of the pool: returns out and the pool."""
+    call = {**call, **changes}
+    given = {
+        "write_slots": call["read_slots"], "A_log": None, "dt_bias": None, "lower_bound": -5.0, "fresh": None,
+        "scale": call["q"].shape[2] ** -0.5, "allow_neg_eigval": False, "qk_l2norm": True, "checkpoint_slots": None,
+        "checkpoint_every": 0, "null_slot": None,
+    }  # fmt: skip
+    state = calls.copy(call["state"])
+    call = {**given, **call, "state": state}
+    if DEVICE != "cpu":
+        call = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in call.items()}
+    if out is None:
+        out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=DEVICE)
+    prefill.prefill(**call, out=out, limit=limit)
+    return out.cpu(), call["state"].cpu()
+
+
+def check(call, out, state, worst=None):
+    """Every sequence against the definition; every other slot and row as it was."""
+    bounds, slots = contract.offsets(call["cu_seqlens"], call["q"].shape[0]), call["read_slots"].tolist()
+    worst = worst or WORST[out.dtype]
+    for lo, hi, slot in zip(bounds, bounds[1:], slots):
+        before = call["state"][slot]
+        if lo == hi:
+            assert calls.same(state[slot], before)
+            continue
+        wanted, after = calls.sequence_truth(call, lo, hi, before)
+        assert oracle.error(out[lo:hi], wanted) <= worst
+        assert oracle.error(state[slot], after) <= worst + oracle.rounding(after, state.dtype)
+    others = [s for s in range(state.shape[0]) if s not in slots]
+    assert calls.same(state[others], call["state"][others])
+
+
+@pytest.mark.parametrize("gate", ("given", "soft", "bounded"))
+def test_equals_the_definition(gate):
+    call = calls.prefill((33, 0, 1, 64), gate=gate, **SMALL)
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize("dtype,gate,state", ((F16, "bounded", F32), (F32, "soft", BF16), (F32, "bounded", F32)))
+def test_dtypes_and_odd_dims(dtype, gate, state):
+    """K = 24 and V = 40 are no power of two: tiles are padded, and the padding is masked everywhere."""
+    call = calls.prefill((35,), H=1, HV=1, dtype=dtype, gate=gate, state_dtype=state, index=torch.int64)
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize("K,V", ((64, 128), (128, 64), (256, 64), (64, 256)))
+def test_dims(K, V):
+    call = calls.prefill((34,), H=1, HV=1, K=K, V=V, dtype=BF16)
+    check(call, *run(call))
+
+
+def test_options():
+    call = calls.prefill((20,), **SMALL)
+    plain = run(call)[0]
+    for changes in (
+        {"scale": 2.0},
+        {"allow_neg_eigval": True},
+        {"lower_bound": -1.5},
+        {"lower_bound": -30.0},
+        {"qk_l2norm": False, "q": 0.2 * call["q"], "k": 0.2 * call["k"]},
+        {"A_log": None},
+        {"dt_bias": None},
+    ):
+        changed = {**call, **changes}
+        out, state = run(changed)
+        check(changed, out, state)
+        assert not torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("x", (0.0, 2.5, 5.0, 80.0, 1e5))
+def test_b01_strong_decay_beside_weak(x):
+    """Given gates have no bound: every exponent is at most 0, and weak channels keep their digits."""
+    call = calls.prefill((40,), gate="given", **SMALL)
+    call["g_raw"] = torch.where(torch.arange(32) % 2 == 0, -x, -1e-3 if x else 0.0).expand(40, 2, 32).to(BF16)
+    check(call, *run(call))
+
+
+def test_b01_bounded_gates_at_their_bound():
+    call = calls.prefill((64,), **{**SMALL, "HV": 1})
+    even = torch.arange(32) % 2 == 0
+    call["g_raw"] = torch.where(even, 40.0, -9.0).expand(64, 1, 32).to(BF16)
+    call |= {"A_log": None, "dt_bias": None}
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize("same", (True, False), ids=("equal", "near"))
+def test_b02_parallel_keys(same):
+    """R and the inverse rounded to bf16 once would leave 1.4e-2."""
+    call = calls.prefill((128,), H=1, HV=1, K=64, V=32, dtype=BF16)
+    call["k"] = (torch.randn(1, 1, 64) + (0.0 if same else 1e-3) * torch.randn(128, 1, 64)).to(BF16)
+    call |= {"q": call["k"].clone(), "A_log": torch.zeros(1), "dt_bias": torch.zeros(1, 64)}
+    call |= {"g_raw": torch.full((128, 1, 64), -12.0, dtype=BF16)}
+    call |= {"beta_logits": torch.full((128, 1), 8.0, dtype=BF16)}
+    check(call, *run(call), worst=8.5e-3)
+
+
+def test_bits_alone_packed_and_in_groups():
+    """A workspace of one chunk: the state crosses every cut in float32, whatever the pool holds."""
+    call = calls.prefill((65, 1, 96), state_dtype=BF16, **{**SMALL, "HV": 1})
+    packed, state = run(call)
+    bounds = call["cu_seqlens"].tolist()
+    for limit in (1, 20_000):
+        out, after = run(call, limit=limit)
+        assert calls.same(out, packed) and calls.same(after, state)
+    for i in (0, 2):
+        lo, hi = bounds[i], bounds[i + 1]
+        alone = {n: call[n][lo:hi].clone() for n in TOKENS}
+        slots = call["read_slots"][i : i + 1]
+        out, after = run({**call, **alone}, cu_seqlens=torch.tensor([0, hi - lo]), read_slots=slots)
+        assert calls.same(out, packed[lo:hi]) and calls.same(after[i + 1], state[i + 1])
+
+
+def pieces(call, cut):
+    state, outputs = call["state"], []
+    for lo, hi in ((0, cut), (cut, call["q"].shape[0])):
+        part = {n: call[n][lo:hi] for n in TOKENS}
+        out, state = run({**call, **part, "state": state}, cu_seqlens=torch.tensor([0, hi - lo]))
+        outputs.append(out)
+    return torch.cat(outputs), state
+
+
+def test_bits_do_not_depend_on_cuts_at_64_but_on_others():
+    call = calls.prefill((130,), **{**SMALL, "HV": 1})
+    whole = run(call)
+    for cut in (64, 128):
+        out, state = pieces(call, cut)
+        assert calls.same(out, whole[0]) and calls.same(state, whole[1])
+    out, state = pieces(call, 63)  # the control: 63 ends no chunk
+    assert not calls.same(out, whole[0]) and not calls.same(state, whole[1])
+
+
+def test_b14_bits_do_not_depend_on_later_tokens():
+    call = calls.prefill((70,), **{**SMALL, "HV": 1})
+    whole = run(call)[0]
+    for count in (1, 17, 33):
+        assert calls.same(run(call, cu_seqlens=torch.tensor([0, count]))[0][:count], whole[:count])
+
+
+def test_b29_rows_no_sequence_covers_and_wild_offsets():
+    """NaN in front and behind; offsets negative, past the end, decreasing."""
+    call = calls.prefill((3, 33, 20, 0, 6), **SMALL)
+    for lo, hi in ((0, 3), (56, 62)):
+        for n in TOKENS:
+            call[n][lo:hi] = torch.nan
+    call["cu_seqlens"] = torch.tensor([3, 36, 20, 56, 56])
+    call["read_slots"] = torch.tensor([1, 2, 3, 4])
+    out, state = run(call)
+    check(call, out, state)
+    assert not out[:3].any() and not out[56:].any()
+    wild = run(call, cu_seqlens=torch.tensor([-3, 2**40, 7]), read_slots=torch.tensor([-1, 9]))
+    assert not wild[0].any() and calls.same(wild[1], call["state"])
+
+
+@pytest.mark.parametrize("bad", (-1, -(2**40), 5, 2**40, 3))
+def test_b09_bad_slots_are_padding(bad):
+    call = calls.prefill((30, 20), index=torch.int64, **{**SMALL, "HV": 1})
+    call["state"][3] = 1.0
+    for n in TOKENS:
+        call[n][30:] = torch.nan
+    out, state = run(call, read_slots=torch.tensor([1, bad]), null_slot=3)
+    check({**call, "cu_seqlens": torch.tensor([0, 30]), "read_slots": torch.tensor([1])}, out, state)
+    assert not out[30:].any()
+    for read, write, fresh in (([1, 2], [1, bad], None), ([1, bad], [1, 2], None), ([1, bad], [1, bad], [False, True])):
+        fresh = None if fresh is None else torch.tensor(fresh)
+        other = run(call, read_slots=torch.tensor(read), write_slots=torch.tensor(write), fresh=fresh, null_slot=3)
+        assert calls.same(other[0], out) and calls.same(other[1], state)
+
+
+def test_b12_fresh_and_moved_sequences():
+    """A fresh sequence owes nothing to its slots; one slot starts two sequences and stays as it was."""
+    call = calls.prefill((33, 5), **{**SMALL, "HV": 1})
+    fresh = torch.tensor([True, False])
+    out, state = run(call, read_slots=torch.tensor([-1, 2]), write_slots=torch.tensor([4, 3]), fresh=fresh)
+    zeros = torch.zeros_like(call["state"][0])
+    for lo, hi, slot, start in ((0, 33, 4, zeros), (33, 38, 3, call["state"][2])):
+        wanted, after = calls.sequence_truth(call, lo, hi, start)
+        assert oracle.error(out[lo:hi], wanted) < 5.5e-3 and oracle.error(state[slot], after) < 5.5e-3
+    assert calls.same(state[:3], call["state"][:3])
+
+
+def test_checkpoints_are_the_states_of_shorter_calls():
+    call = calls.prefill((130, 64), **{**SMALL, "HV": 1})
+    call["state"] = torch.cat([call["state"], torch.full((4, 1, 16, 32), torch.nan)])
+    marks = torch.tensor([[5, 6, 8], [7, 8, 8]])
+    out, state = run(call, checkpoint_slots=marks, checkpoint_every=64)
+    plain = run(call)
+    assert calls.same(out, plain[0]) and calls.same(state[:5], plain[1][:5])
+    for tokens, slot in ((64, 5), (128, 6)):
+        short = run(call, cu_seqlens=torch.tensor([0, tokens]), read_slots=torch.tensor([1]))
+        assert calls.same(state[slot], short[1][1])
+    assert calls.same(state[7], state[2]) and state[8].isnan().all()
+    marks = torch.tensor([[5], [99]])
+    assert calls.same(run(call, checkpoint_slots=marks, checkpoint_every=64, null_slot=5)[1], plain[1])
+
+
+def test_b08_views_give_the_bits_of_contiguous_copies():
+    call = calls.prefill((33, 9), **SMALL)
+    wanted, after = run(call)
+    fused = torch.cat([call[n].flatten(1) for n in ("q", "k", "g_raw", "beta_logits")], 1)
+    widths = [call[n][0].numel() for n in ("q", "k", "g_raw", "beta_logits")]
+    strided = dict(zip(("q", "k", "g_raw", "beta_logits"), fused.split(widths, 1)))
+    strided = {n: part.unflatten(1, call[n].shape[1:]) for n, part in strided.items()}
+    wide = torch.full((42, 2, 32), torch.nan, dtype=BF16)
+    wide[..., ::2] = call["v"]
+    pool = call["state"].transpose(2, 3).contiguous().transpose(2, 3)
+    indices = {n: torch.stack([call[n], call[n] * 0 - 1], 1)[:, 0] for n in ("cu_seqlens", "read_slots")}
+    buffer = torch.full((42, 2, 26), torch.nan, dtype=BF16, device=DEVICE)
+    out, state = run({**call, **strided, "v": wide[..., ::2], "state": pool, **indices}, out=buffer[..., 5:21])
+    assert calls.same(out, wanted) and calls.same(state, after)
+    assert buffer[..., :5].isnan().all() and buffer[..., 21:].isnan().all()
+
+
+def test_no_tokens_and_no_sequences():
+    call = calls.prefill((), **SMALL)
+    assert run(call)[0].shape[0] == 0
+    call = calls.prefill((5,), **SMALL)
+    out, state = run(call, cu_seqlens=torch.tensor([0]), read_slots=torch.tensor([], dtype=torch.int32))
+    assert not out.any() and calls.same(state, call["state"])
+
+
+def test_workspace_is_bounded_and_stated():
+    """What a call allocates never exceeds the limit by more than a chunk and the carried state."""
+    for T, HV in ((100_000, 64), (8192, 64), (10, 1)):
+        size = prefill.workspace_bytes(T, 16, HV, 128, 128, BF16)
+        total, count = prefill.groups(T, 16, HV, 128, BF16)
+        assert size <= prefill.LIMIT + 2 * HV * 128 * 128 * 4 and count <= total
+    assert prefill.groups(100, 1, 1, 32, BF16, 1) == (6, 1)
+
+
+@pytest.mark.parametrize("device", ("sm_90", "gfx950", "cpu"))
+def test_choices(device):
+    def anchored(gate="bounded", bound=-5.0, unit=True, dtype=BF16):
+        return prepare.choose(prepare.Shape(128, dtype, gate, bound, unit), device).anchored
+
+    assert anchored() and not anchored(bound=-5.1) and not anchored("soft") and not anchored("given")
+    assert not anchored(unit=False) and not anchored(dtype=F32)
+    for dtype, form in ((BF16, "bf16"), (F32, "ieee"), (F16, "tf32x3" if device == "sm_90" else "ieee")):
+        config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True), device)
+        assert config.products == scan.choose(scan.Shape(128, 128, dtype), device).products == form and config.reason
+
+
+def test_b31_lengths_and_counts_are_not_compiled_in():
+    for module, names in (
+        (prepare, {"T", "N", "first", "stride_cu"}),
+        (scan, {"T", "N", "first", "count", "slots", "turn", "marks", "stride_cu", "stride_read", "stride_write"}),
+    ):
+        said = getattr(module.kernel, "kwargs", None) or vars(module.kernel)
+        assert names <= set(said["do_not_specialize"]) and "cu_seqlens" in said["do_not_specialize_on_alignment"]
