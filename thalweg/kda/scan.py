@@ -198,7 +198,7 @@ def _kernel(
 # What changes from step to step: none of these values may be compiled in.
 kernel = triton.jit(
     _kernel,
-    do_not_specialize=["T", "N", "first", "count", "slots", "null_slot", "every", "marks", "turn", "stride_cu",
+    do_not_specialize=["T", "N", "HV", "first", "count", "slots", "null_slot", "every", "marks", "turn", "stride_cu",
                        "stride_read", "stride_write", "stride_fresh", "stride_mn", "stride_mj"],
     do_not_specialize_on_alignment=["cu_seqlens", "read_slots", "write_slots", "fresh", "checkpoint_slots"],
 )  # fmt: skip
