@@ -66,7 +66,9 @@ def allowed(module: str) -> set[str]:
             return own | shared
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
-        pieces = {f"{family}.chunks"} - {module}  # device functions that every stage may use
+        pieces = {f"{family}.chunks", f"{family}.products"} - {module}  # device functions that every stage may use
+        if module == f"{family}.prefill":  # the page that composes stages
+            pieces |= {f"{family}.prepare", f"{family}.scan"}
         return {"thalweg.contract", "thalweg.device"} | pieces  # a stage: no other stage, not the reference
     bench = {name for name in NAMES if name.startswith("thalweg.bench")}
     return {
