@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from thalweg import contract  # noqa: E402
-from thalweg.kda import chunks, solve, solve_unit_lower  # noqa: E402
+from thalweg.kda import chunks, library, solve, solve_unit_lower  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -210,7 +210,7 @@ def test_the_public_op_takes_it_by_name(monkeypatch):
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="takes CUDA tensors, got cpu ones"):
             solve_unit_lower(lower, impl="triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(library, "INTERPRETED", True)
     for workspace_bytes in (None, 0):
         out = solve_unit_lower(lower, out_dtype=torch.bfloat16, workspace_bytes=workspace_bytes, impl="triton")
         check(out.cpu(), truth(lower.cpu(), [(0, 0, 20)]), 3e-5)
