@@ -7,7 +7,8 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from thalweg import contract  # noqa: E402
+from thalweg import cases, contract  # noqa: E402
+from thalweg.bench import check as checks  # noqa: E402
 from thalweg.kda import chunks, library, solve, solve_unit_lower  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,6 +220,14 @@ def test_the_public_op_takes_it_by_name(monkeypatch):
     with pytest.raises(ValueError, match="lower must be contiguous in its last dimension, got strides"):
         solve_unit_lower(wide, impl="triton")
     check(solve_unit_lower(wide).cpu(), truth(lower.cpu(), [(0, 0, 20)]), 1e-5)
+
+
+@pytest.mark.parametrize("id", ("check-solve", "check-solve-dense", "check-solve-keys"))
+def test_the_small_cases(id, monkeypatch):
+    """As `thalweg check` judges them."""
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    (row,) = checks.check_case(cases.SMALL[id], DEVICE, "triton")
+    assert row.result == "ok", row
 
 
 def test_the_choice_of_a_configuration():

@@ -154,7 +154,7 @@ def _unstack(b, TILES: tl.constexpr):
 
 
 @triton.jit
-def _block(p_in, p_out, stride_in, stride_out, n, m_store, diagonal, TILES: tl.constexpr, PRODUCTS: tl.constexpr):
+def _block(p_in, p_out, stride_in, stride_out, n, diagonal, TILES: tl.constexpr, PRODUCTS: tl.constexpr):
     """Stores the inverse of one block of n rows; diagonal: the transposed inverses of its TILES diagonal tiles."""
     o_r = tl.arange(0, 16)[:, None]
     o_c = tl.arange(0, 16)[None, :]
@@ -171,7 +171,7 @@ def _block(p_in, p_out, stride_in, stride_out, n, m_store, diagonal, TILES: tl.c
             tiles = tiles + (_product(b_acc, -diagonal[i], tl.zeros([16, 16], tl.float32), PRODUCTS),)
         tiles = tiles + (diagonal[i],)
         p_row = p_out + (i * 16 + o_r) * stride_out + o_c
-        m_row = (i * 16 + o_r < n) & m_store
+        m_row = i * 16 + o_r < n
         for j in tl.static_range(TILES):
             if j <= i:
                 tl.store(p_row + j * 16, tl.trans(tiles[i * (i + 1) // 2 + j].to(p_out.dtype.element_ty)), m_row)
@@ -202,18 +202,18 @@ def _kernel(
         o_r = tl.arange(0, C)[:, None]
         o_c = tl.arange(0, C)[None, :]
         for i in tl.static_range(HEADS):
-            p_zeros = out + (i_h + i).to(tl.int64) * stride_oh + o_r * stride_ot + o_c
-            tl.store(p_zeros, tl.zeros([C, C], out.dtype.element_ty), (o_r < n) & (i_h + i < H))
+            p_zeros = out + tl.minimum(i_h + i, H - 1).to(tl.int64) * stride_oh + o_r * stride_ot + o_c
+            tl.store(p_zeros, tl.zeros([C, C], out.dtype.element_ty), o_r < n)
         return
     if n > 0:
         i_tile = tl.arange(0, HEADS * TILES)[:, None, None]
-        i_head = tl.minimum(i_h + i_tile // TILES, H - 1).to(tl.int64)  # past H: the last head, not stored
+        i_head = tl.minimum(i_h + i_tile // TILES, H - 1).to(tl.int64)  # past H: the last head once more
         o_tile = i_tile % TILES * 16
         p_tile = lower + i_head * stride_lh + o_tile * stride_lt + o_tile
         diagonals = _unstack(_substitute(p_tile, stride_lt, n - 1 - o_tile, HEADS * TILES), HEADS * TILES)
         for i in tl.static_range(HEADS):
             i_head = tl.minimum(i_h + i, H - 1).to(tl.int64)
-            _block(lower + i_head * stride_lh, out + i_head * stride_oh, stride_lt, stride_ot, n, i_h + i < H,
+            _block(lower + i_head * stride_lh, out + i_head * stride_oh, stride_lt, stride_ot, n,
                    diagonals[i * TILES : (i + 1) * TILES], TILES, PRODUCTS)  # fmt: skip
 
 
