@@ -62,7 +62,7 @@ def choose(shape: Shape, device: str) -> Config:
     # 16 columns are half a warp: two heads fill it. Alone, loads are cut in pieces and shuffled: 760 instructions a
     # block against 210.
     heads = 2 if shape.C == 16 and shape.H > 1 else 1
-    if shape.out_dtype != torch.float32 and shape.precision != "tf32":
+    if shape.out_dtype != torch.float32 and not (shape.precision == "tf32" and nvidia):
         # 128 registers, 16 warps a multiprocessor: left alone the compiler takes 172, which is 8 warps.
         reason = "rounding the result to 16 bits hides the 2^-15 of three bf16 products"
         return Config("bf16x3", heads, 1, reason, 128 if nvidia and shape.C == 64 else None)
