@@ -110,6 +110,7 @@ def compiled(build: Build, target: str) -> Report:
 
 def main(builds: Callable[[str], Mapping[str, Build]], target: str) -> None:
     """Compiles every build of a target; prints one JSON object a line: name, and the report's fields or an error."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the package of this tree, installed or not
     for name, build in builds(target).items():
         try:
             row = asdict(compiled(build, target))
@@ -121,8 +122,6 @@ def main(builds: Callable[[str], Mapping[str, Build]], target: str) -> None:
 def run(file: str, target: str) -> dict[str, dict[str, Any]]:
     """Runs `python FILE TARGET`, which must call `main`, in a process of its own; the rows it printed, by name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    root, paths = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{root}{os.pathsep}{paths}" if paths else root
     done = subprocess.run([sys.executable, file, target], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
