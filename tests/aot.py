@@ -1,11 +1,13 @@
-"""Compiles Triton kernels ahead of time, with no GPU, and reads what the compiler says about them.
+"""Compiles Triton and Gluon kernels ahead of time, with no GPU, and reads what the compiler says about them.
 
-A `Build` is a kernel with the types and constants of one real launch. What Triton would specialize at a launch with
-aligned tensors is taken from the kernel itself: pointers and integers are divisible by 16 unless the kernel says
-`do_not_specialize`. `compiled` returns registers, spilled bytes, shared memory and the text of the machine's program.
+A `Build` is a call of a launcher on tensors of the meta device, which have shapes, strides and no memory. Here every
+kernel that it launches is compiled for a target as that launch would compile it there, types, constants, options and
+what Triton specializes included, and nothing runs. `report` gives registers, spilled bytes, shared memory and what the
+machine's program lacks of what the build demands.
 
-This needs a process in which Triton compiles (TRITON_INTERPRET unset), so `run` starts one that imports the module
-with the list of builds and calls `main`.
+The builds of a kernel file lie in `tests/builds_<file>.py`: a function `builds(target) -> {name: Build}` that imports
+the kernel module inside, and `if __name__ == "__main__": aot.main(builds, *sys.argv[1:])`. Triton must compile there
+(TRITON_INTERPRET unset), so `run` starts that file as a process of its own.
 """
 
 import json
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,14 @@ TARGETS = {"sm_90a": ("cuda", 90, 32), "gfx950": ("hip", "gfx950", 64)}
 
 @dataclass(frozen=True)
 class Build:
-    """kernel: what `triton.jit` returned. types: of the arguments that are no plain integers ("*fp32", "*i64", ...).
+    """launch: calls a launcher, or launches a kernel, on meta tensors.
 
-    constants: the constexpr arguments, and None for a tensor that is absent. options: num_warps and the like.
-    demands: regular expressions that the program's text (PTX, amdgcn) must contain, as "wgmma" or "v_mfma".
+    demands: regular expressions that the text of each program (PTX, amdgcn) must contain, as "wgmma" or "v_mfma".
     most_registers: a lane, where one more costs a warp its place on the machine. most_spilled: bytes a lane; anything
     but 0 wants a reason beside it.
     """
 
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    launch: Callable[[], object]
     demands: tuple[str, ...] = ()
     most_registers: int = 512
     most_spilled: int = 0
@@ -55,26 +53,63 @@ class Report:
     missing: tuple[str, ...] = ()
 
 
-def _source(build: Build):
-    from triton.compiler import ASTSource
+class _Driver:
+    """As much of a driver as compiling takes: what the machine is. Each target is a device of its own."""
 
-    signature, attributes = {}, {}
-    for i, parameter in enumerate(build.kernel.params):
-        if parameter.is_constexpr or parameter.name in build.constants:
-            signature[parameter.name] = "constexpr"
-            continue
-        signature[parameter.name] = build.types.get(parameter.name) or parameter.annotation_type or "i32"
-        if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(build.kernel, signature, constexprs=dict(build.constants), attrs=attributes)
+    def __init__(self, target: str):
+        from triton.backends.compiler import GPUTarget
+
+        self.index, self.target = [*TARGETS].index(target), GPUTarget(*TARGETS[target])
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.index
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def _nvidia(compiled) -> tuple[int, int, int]:
+def kernels(launch: Callable[[], object], target: str) -> list[Any]:
+    """What `launch` launches, compiled for a target, each kernel and specialization once; raises what Triton raises."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    import thalweg.device
+
+    found, run, arch = {}, JITFunction.run, thalweg.device.arch
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        result = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found[id(result)] = result
+        return result
+
+    def named(device):
+        return target.removesuffix("a")
+
+    # Launchers ask `arch` which machine a tensor is on; modules have taken the name, or will.
+    takers = [m for n, m in list(sys.modules.items()) if n.startswith("thalweg.") and getattr(m, "arch", None) is arch]
+    triton.runtime.driver.set_active(_Driver(target))
+    try:
+        JITFunction.run = compiled
+        for module in takers:
+            module.arch = named
+        launch()
+    finally:
+        JITFunction.run = run
+        for module in [m for n, m in sys.modules.items() if n.startswith("thalweg.")]:
+            if getattr(module, "arch", None) is named:
+                module.arch = arch
+    return list(found.values())
+
+
+def _nvidia(kernel) -> tuple[int, int, int]:
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
+        cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage, sass = (
             subprocess.run([str(tools / tool), *flags, cubin.name], capture_output=True, text=True, check=True).stdout
@@ -84,45 +119,47 @@ def _nvidia(compiled) -> tuple[int, int, int]:
     return registers, stack + local, len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
 
 
-def _amd(compiled) -> tuple[int, int, int]:
-    text = compiled.asm["amdgcn"]
+def _amd(kernel) -> tuple[int, int, int]:
+    text = kernel.asm["amdgcn"]
     names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
     registers, scratch, vector, scalar = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in names)
     return registers, scratch + 4 * (vector + scalar), len(re.findall(r"^\t[a-z]\w+ ", text, re.MULTILINE))
 
 
-def compiled(build: Build, target: str) -> Report:
-    """Compiles a build for "sm_90a" or "gfx950"; raises what Triton raises."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    result = triton.compile(_source(build), target=GPUTarget(*TARGETS[target]), options=dict(build.options))
+def report(build: Build, kernel, target: str) -> Report:
+    """What the compiler says about one kernel of a build."""
     nvidia = TARGETS[target][0] == "cuda"
-    registers, spilled, instructions = (_nvidia if nvidia else _amd)(result)
-    text = result.asm["ptx" if nvidia else "amdgcn"]
+    registers, spilled, instructions = (_nvidia if nvidia else _amd)(kernel)
+    text = kernel.asm["ptx" if nvidia else "amdgcn"]
     missing = tuple(demand for demand in build.demands if not re.search(demand, text))
     if registers > build.most_registers:
         missing += (f"{build.most_registers} registers at most (it takes {registers})",)
     if spilled > build.most_spilled:
         missing += (f"{build.most_spilled} bytes spilled at most (it spills {spilled})",)
-    return Report(registers, spilled, result.metadata.shared, instructions, missing)
+    return Report(registers, spilled, kernel.metadata.shared, instructions, missing)
 
 
-def main(builds: Callable[[str], Mapping[str, Build]], target: str) -> None:
-    """Compiles every build of a target; prints one JSON object a line: name, and the report's fields or an error."""
+def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:
+    """Compiles every build of the targets (none: all); prints one JSON object a kernel: its name, and the report's
+    fields or an error. A build that launches several kernels has a row for each.
+    """
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the package of this tree, installed or not
-    for name, build in builds(target).items():
-        try:
-            row = asdict(compiled(build, target))
-        except Exception as error:  # whatever a compiler raises is this build's result
-            row = {"error": f"{type(error).__name__}: {error}"[-2000:]}
-        print(json.dumps({"name": name, **row}), flush=True)
+    for target in targets or TARGETS:
+        for name, build in builds(target).items():
+            try:
+                rows = [asdict(report(build, kernel, target)) for kernel in kernels(build.launch, target)]
+                rows = rows or [{"error": "launches nothing"}]
+            except Exception as error:  # whatever a compiler raises is this build's result
+                rows = [{"error": f"{type(error).__name__}: {error}"[-2000:]}]
+            for number, row in enumerate(rows):
+                suffix = f" ({number + 1})" if len(rows) > 1 else ""
+                print(json.dumps({"name": f"{target} {name}{suffix}", **row}), flush=True)
 
 
-def run(file: str, target: str) -> dict[str, dict[str, Any]]:
-    """Runs `python FILE TARGET`, which must call `main`, in a process of its own; the rows it printed, by name."""
+def run(file: str, *targets: str) -> dict[str, dict[str, Any]]:
+    """Runs `python FILE TARGET...`, which must call `main`, in a process of its own; the rows it printed, by name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, file, target], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, file, *targets], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

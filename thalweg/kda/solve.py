@@ -245,7 +245,12 @@ def solve_unit_lower(
             refuse(OP, name, f"rows less than {2**31 // C} elements apart", f"strides {tuple(tensor.stride())}")
     if lower.numel() == 0:
         return
-    config = config or choose(Shape(C, H, out.dtype, precision), arch(lower.device))
+    machine = arch(lower.device)
+    config = config or choose(Shape(C, H, out.dtype, precision), machine)
+    if machine.startswith("gfx"):
+        # Hides that a tensor is below 2 GB: where it is told so, AMD's pointer pass (Triton 3.6 and 3.9) follows the
+        # unrolled rows of C = 32 and 64 for more than ten minutes.
+        lower, out = (triton.reinterpret(x, x.dtype) for x in (lower, out))
     blocks = triton.cdiv(T, C)
     packed = cu_seqlens is not None
     N = cu_seqlens.shape[0] - 1 if packed else 0
