@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,20 @@ class Build:
 
     demands: regular expressions that the text of each program (PTX, amdgcn) must contain, as "wgmma" or "v_mfma".
     most_registers: a lane, where one more costs a warp its place on the machine. most_spilled: bytes a lane; anything
-    but 0 wants a reason beside it.
+    but 0 wants a reason beside it. Where a launch is of several kernels, each of the three may be a dict by the name
+    of the file that the kernel lies in ("scan"); a file that is not in it gets the default.
     """
 
     launch: Callable[[], object]
-    demands: tuple[str, ...] = ()
-    most_registers: int = 512
-    most_spilled: int = 0
+    demands: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
+    most_registers: int | Mapping[str, int] = 512
+    most_spilled: int | Mapping[str, int] = 0
+
+    def of(self, file: str) -> "Build":
+        """The build of the kernels of one file."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        mine = {f.name: given[f.name].get(file, f.default) for f in fields(self) if isinstance(given[f.name], Mapping)}
+        return Build(**given | mine)
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,13 @@ def _amd(kernel) -> tuple[int, int, int]:
     return registers, scratch + 4 * (vector + scalar), len(re.findall(r"^\t[a-z]\w+ ", text, re.MULTILINE))
 
 
+def file_of(kernel) -> str:
+    return kernel.src.fn.__module__.rpartition(".")[2]
+
+
 def report(build: Build, kernel, target: str) -> Report:
     """What the compiler says about one kernel of a build."""
+    build = build.of(file_of(kernel))
     nvidia = TARGETS[target][0] == "cuda"
     registers, spilled, instructions = (_nvidia if nvidia else _amd)(kernel)
     text = kernel.asm["ptx" if nvidia else "amdgcn"]
@@ -147,12 +159,12 @@ def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:
     for target in targets or TARGETS:
         for name, build in builds(target).items():
             try:
-                rows = [asdict(report(build, kernel, target)) for kernel in kernels(build.launch, target)]
-                rows = rows or [{"error": "launches nothing"}]
+                rows = [(file_of(k), asdict(report(build, k, target))) for k in kernels(build.launch, target)]
+                rows = rows or [("", {"error": "launches nothing"})]
             except Exception as error:  # whatever a compiler raises is this build's result
-                rows = [{"error": f"{type(error).__name__}: {error}"[-2000:]}]
-            for number, row in enumerate(rows):
-                suffix = f" ({number + 1})" if len(rows) > 1 else ""
+                rows = [("", {"error": f"{type(error).__name__}: {error}"[-2000:]})]
+            for number, (file, row) in enumerate(rows):
+                suffix = f": {file} {number + 1}" if len(rows) > 1 else ""
                 print(json.dumps({"name": f"{target} {name}{suffix}", **row}), flush=True)
 
 

@@ -34,8 +34,14 @@ def test_the_gate_sees_spills_and_missing_instructions(tmp_path):
     assert rows["capped"]["missing"] == [f"0 bytes spilled at most (it spills {rows['capped']['spilled']})"]
     assert rows["free"]["missing"] == ["wgmma", f"16 registers at most (it takes {rows['free']['registers']})"]
     assert rows["wgmma"]["missing"] == [] and rows["broken"]["error"] and rows["idle"]["error"] == "launches nothing"
-    assert rows["both (1)"]["missing"] == rows["both (2)"]["missing"] == []
-    assert [line.split(":")[0] for line in aot.problems(rows)] == ["capped", "free", "broken", "idle"]
+    assert rows["both: __main__ 1"]["missing"] == ["wgmma"] and rows["both: __main__ 2"]["missing"] == []
+    assert [line.split(":")[0] for line in aot.problems(rows)] == ["capped", "free", "broken", "idle", "both"]
+
+
+def test_what_a_build_asks_of_the_kernels_of_each_file():
+    build = aot.Build(print, {"scan": ("wgmma",)}, 128, {"prepare": 40})
+    assert build.of("scan") == aot.Build(print, ("wgmma",), 128) and build.of("prepare") == aot.Build(print, (), 128, 40)
+    assert build.of("conv") == aot.Build(print, (), 128)
 
 
 def test_the_gate_compiles_gluon_for_both_targets(tmp_path):
@@ -75,7 +81,7 @@ def builds(target):
     def both():
         scaled[(1,)](out, out, N=64)
         scaled[(2,)](out, out, N=64)
-        scaled[(1,)](x, out, N=64)
+        product[(1,)](x, out, N=64)
 
     return {{
         "capped": aot.Build(lambda: scaled[(1,)](out, out, N=2048, num_warps=1, maxnreg=32)),
@@ -83,7 +89,7 @@ def builds(target):
         "wgmma": aot.Build(lambda: product[(1,)](x, out, N=64, num_warps=4), ("wgmma",)),
         "broken": aot.Build(lambda: product[(1,)](x, out, N=3)),
         "idle": aot.Build(lambda: None),
-        "both": aot.Build(both),
+        "both": aot.Build(both, {{"__main__": ("wgmma",)}}),
     }}
 {TAIL}"""
 GLUON = f"""{HEAD}
