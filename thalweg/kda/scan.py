@@ -4,7 +4,8 @@
 
 transposed throughout, so that what changes from chunk to chunk is always the left operand and stays in registers:
 S [V, K], R^T [V, C], o^T [V, C]. A program owns a slice of V of one head of one sequence. Where products are in bf16, R
-and the inverse are pairs of bf16: rounding them once loses near-parallel keys.
+and the inverse are pairs of bf16: rounding either once loses near-parallel keys (state 1.5e-2 and 1.1e-2 instead of
+7.6e-3). What the inverse is applied to is rounded once: a pair there gains nothing that shows.
 
     factors, pairs, decays   what `prepare` hands over for chunk numbers first .. first + count - 1
     v            [T, HV, V]   bfloat16, float16, float32; any strides
@@ -45,6 +46,7 @@ class Config:
     values: int  # of V a program
     stages: int
     num_warps: int
+    bulk: bool  # v in bulk copies, where its strides allow them
     reason: str = field(compare=False)
 
     @property
@@ -57,12 +59,12 @@ def choose(shape: Shape, device: str) -> Config:
     nvidia, values = device.startswith("sm_"), min(64, max(16, triton.next_power_of_2(shape.V)))
     if shape.out_dtype != torch.bfloat16:
         form = "tf32x3" if shape.out_dtype == torch.float16 and nvidia else "ieee"
-        return Config(form, min(values, 32), 1, 4, "float32 tiles: exact before it is fast")
+        return Config(form, min(values, 32), 1, 4, False, "float32 tiles: exact before it is fast")
     if shape.K > 128:
-        return Config("bf16", 16, 1, 4, "a slice of 32 x 256 of the state spills, in four warps and in eight")
-    if not nvidia:
-        return Config("bf16", values, 1, 8, "gfx950: four waves spill 24 bytes a lane, eight none")
-    return Config("bf16", values, 3, 4, "64 rows are one wgmma; its left operand stays in registers")
+        return Config("bf16", 16, 1, 4, False, "a slice of 32 x 256 of the state spills, in four warps and in eight")
+    if device.startswith("gfx"):
+        return Config("bf16", values, 1, 8, False, "gfx950: four waves spill 24 bytes a lane, eight none")
+    return Config("bf16", values, 3, 4, True, "64 rows: one wgmma, left operand in registers; bulk v: 328, not 580 us")
 
 
 @triton.jit
@@ -72,12 +74,12 @@ def _good(slot, slots, null_slot):
 
 @triton.jit
 def _advance(
-    b_s, i_first, i_last, factors, pairs, decays, v, out, tokens, entry, HV, i_hv, o_v,
+    b_s, i_first, i_last, factors, pairs, decays, values, v, out, start, tokens, entry, HV, i_hv, i_v, o_v,
     stride_vt, stride_vd, stride_ot, stride_od,
     V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """The state after chunks i_first .. i_last - 1 of a sequence of `tokens` tokens, whose outputs are written; chunk
-    0 has entry number `entry` in what was handed over.
+    """The state after chunks i_first .. i_last - 1 of the sequence of `tokens` tokens that begins at token `start`,
+    whose outputs are written; chunk 0 has entry number `entry` in what was handed over.
     """
     TILES: tl.constexpr = 3 if PRODUCTS == "bf16" else 2
     o_t = tl.arange(0, C)
@@ -93,21 +95,23 @@ def _advance(
         if V % BV != 0:
             m = m & (o_v < V)[None, :]
         b_kp = factors.load([i_row * (3 * C), 0])
-        b_v = tl.load(v + o_in, mask=m, other=0.0)
+        if values is None:
+            b_acc = tl.trans(tl.load(v + o_in, mask=m, other=0.0)).to(tl.float32)
+        else:  # a copy may reach into the next sequence
+            b_v = tl.reshape(values.load([start + i_c * C, i_hv, i_v]), [C, BV])
+            b_acc = tl.where((o_t < tokens - i_c * C)[None, :], tl.trans(b_v).to(tl.float32), 0.0)
         b_x = pairs.load([i_row * (TILES * C), 0])
         b_ke = factors.load([i_row * (3 * C) + 2 * C, 0])
         b_qp = factors.load([i_row * (3 * C) + C, 0])
         b_a = pairs.load([i_row * (TILES * C) + (TILES - 1) * C, 0])
         b_decay = tl.load(decays + i_row.to(tl.int64) * BK + o_k)
-        b_acc = tl.trans(b_v).to(tl.float32)
         b_zero = tl.zeros([BV, C], tl.float32)
         if PRODUCTS == "bf16":
             b_xl = pairs.load([i_row * (TILES * C) + C, 0])
             b_sb = b_s.to(tl.bfloat16)
-            b_high, b_low = halves(tl.dot(b_sb, tl.trans(b_kp), b_acc))
-            b_r = tl.dot(b_low, tl.trans(b_x), b_zero)
-            b_r = tl.dot(b_high, tl.trans(b_xl), b_r)
-            b_high, b_low = halves(tl.dot(b_high, tl.trans(b_x), b_r))
+            b_rhs = tl.dot(b_sb, tl.trans(b_kp), b_acc).to(tl.bfloat16)
+            b_r = tl.dot(b_rhs, tl.trans(b_xl), b_zero)
+            b_high, b_low = halves(tl.dot(b_rhs, tl.trans(b_x), b_r))
             b_s = tl.dot(b_low, b_ke, b_s * b_decay[None, :])
             b_s = tl.dot(b_high, b_ke, b_s)
             b_o = tl.dot(b_sb, tl.trans(b_qp), b_zero)
@@ -125,7 +129,7 @@ def _advance(
 
 
 def _kernel(
-    factors, pairs, decays, v, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+    factors, pairs, decays, values, v, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
     T, N, first, count, HV, slots, null_slot, every, marks, turn,
     stride_vt, stride_vh: tl.int64, stride_vd, stride_cu, stride_s: tl.int64, stride_sh: tl.int64, stride_sv, stride_sk,
     stride_read, stride_write, stride_fresh, stride_mn, stride_mj, stride_ot, stride_oh: tl.int64, stride_od,
@@ -133,7 +137,8 @@ def _kernel(
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (V + BV - 1) // BV
-    o_v = tl.program_id(0) % SLICES * BV + tl.arange(0, BV)
+    i_v = tl.program_id(0) % SLICES * BV
+    o_v = i_v + tl.arange(0, BV)
     i_hv = tl.program_id(0) // SLICES % HV
     i_n = tl.program_id(0) // SLICES // HV
     start, end, base = chunks.span(cu_seqlens, stride_cu, i_n, N, T, C)
@@ -163,8 +168,8 @@ def _kernel(
                 b_s = tl.load(p_state + read * stride_s, mask=m_s & (not anew), other=0.0).to(tl.float32)
             if checkpoint_slots is None:
                 b_s = _advance(
-                    b_s, i_first, i_last, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv, o_v,
-                    stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
+                    b_s, i_first, i_last, factors, pairs, decays, values, v, out, start, end - start, base - first, HV,
+                    i_hv, i_v, o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
                 )  # fmt: skip
             else:
                 # A loop from mark to mark: a store inside the inner one would cost it registers it does not have.
@@ -173,8 +178,8 @@ def _kernel(
                 while i_c < i_last:
                     i_end = tl.minimum((i_c // step + 1) * step, i_last)
                     b_s = _advance(
-                        b_s, i_c, i_end, factors, pairs, decays, v, out, end - start, base - first, HV, i_hv, o_v,
-                        stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
+                        b_s, i_c, i_end, factors, pairs, decays, values, v, out, start, end - start, base - first, HV,
+                        i_hv, i_v, o_v, stride_vt, stride_vd, stride_ot, stride_od, V, C, BK, BV, STAGES, PRODUCTS,
                     )  # fmt: skip
                     i_c = i_end
                     j = i_c // step - 1
@@ -202,6 +207,13 @@ kernel = triton.jit(
                        "stride_read", "stride_write", "stride_fresh", "stride_mn", "stride_mj"],
     do_not_specialize_on_alignment=["cu_seqlens", "read_slots", "write_slots", "fresh", "checkpoint_slots"],
 )  # fmt: skip
+
+
+def bulk(x: torch.Tensor) -> bool:
+    """Whether bulk copies can read (or write) this [T, heads, columns] tensor: in rows of whole 16 bytes, aligned."""
+    size = x.element_size()
+    strides = [stride * size % 16 == 0 for stride in x.stride()[:2]]
+    return x.stride(2) == 1 and all(strides) and x.data_ptr() % 16 == 0 and min(x.stride()[:2]) > 0
 
 
 def scan(
@@ -235,10 +247,11 @@ def scan(
         return
     config = config or choose(Shape(K, V, out.dtype), arch(v.device))
     tiles = [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [C, x.shape[-1]]) for x in (factors, pairs)]
+    values = TensorDescriptor.from_tensor(v, [C, 1, config.values]) if config.bulk and bulk(v) else None
     marks = checkpoint_slots.shape[1] if checkpoint_slots is not None else 0
     with current(v.device):
         kernel[(N * HV * triton.cdiv(V, config.values),)](
-            *tiles, decays, v, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+            *tiles, decays, values, v, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
             T, N, first, count, HV, state.shape[0], -1 if null_slot is None else null_slot, checkpoint_every or 1,
             marks, turn, *v.stride(), cu_seqlens.stride(0), *state.stride(), read_slots.stride(0),
             write_slots.stride(0), fresh.stride(0) if fresh is not None else 0,
