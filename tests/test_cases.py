@@ -26,7 +26,7 @@ def test_every_named_shape_is_there():
 
 def test_every_public_op_has_small_cases():
     assert {case.op for case in cases.SMALL.values()} == set(OPS)
-    assert set(OPS) | {"rope_table"} == set(thalweg.__all__)
+    assert set(OPS) | {"rope_table", "kda_prefill_workspace"} == set(thalweg.__all__)
 
 
 @pytest.mark.parametrize("id", [*PREFILL, "solve-8192x64", "decode-h96-b128", "attend-d64", "topk-p249k", "score-mix"])

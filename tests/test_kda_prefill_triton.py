@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from thalweg import contract
-from thalweg.kda import prefill, prepare, scan
+from thalweg.kda import prefill, prepare, scan, workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -17,8 +17,11 @@ SMALL = {"H": 1, "HV": 2, "K": 32, "V": 16, "dtype": BF16}
 WORST = {BF16: 5.5e-3, F16: 4e-4, F32: 2e-6}  # error at most: products of bf16, of tf32x3 or float32
 
 
-def run(call, limit=prefill.LIMIT, out=None, **changes):
-    """The launcher, on NaN-filled outputs and a copy of the pool: returns out and the pool."""
+def run(call, cut=None, memory=None, out=None, **changes):
+    """The launcher, on NaN-filled outputs and a copy of the pool: returns out and the pool.
+
+    cut: into how many pieces at least. memory: bytes of workspace, filled with NaN; None lets the call allocate.
+    """
     call = {**call, **changes}
     given = {
         "write_slots": call["read_slots"], "A_log": None, "dt_bias": None, "lower_bound": -5.0, "fresh": None,
@@ -31,7 +34,9 @@ def run(call, limit=prefill.LIMIT, out=None, **changes):
         call = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in call.items()}
     if out is None:
         out = torch.full(call["v"].shape, torch.nan, dtype=call["v"].dtype, device=DEVICE)
-    prefill.prefill(**call, out=out, limit=limit)
+    if memory is not None:
+        memory = torch.full((memory,), 255, dtype=torch.uint8, device=DEVICE)
+    prefill.prefill(**call, workspace=memory, out=out, cut=cut)
     return out.cpu(), call["state"].cpu()
 
 
@@ -115,13 +120,14 @@ def test_b02_parallel_keys(same):
     check(call, *run(call), worst=8.5e-3)
 
 
-def test_bits_alone_packed_and_in_groups():
-    """A workspace of one chunk: the state crosses every cut in float32, whatever the pool holds."""
+def test_bits_alone_packed_and_in_pieces():
+    """Down to a workspace of one chunk a piece: the state crosses every cut in float32, whatever the pool holds."""
     call = calls.prefill((65, 1, 96), state_dtype=BF16, **{**SMALL, "HV": 1})
     packed, state = run(call)
     bounds = call["cu_seqlens"].tolist()
-    for limit in (1, 20_000):
-        out, after = run(call, limit=limit)
+    least = workspace.least_bytes(162, 3, 1, 32, 16, BF16)
+    for cut, memory in ((3, None), (None, least)):
+        out, after = run(call, cut, memory)
         assert calls.same(out, packed) and calls.same(after, state)
     for i in (0, 2):
         lo, hi = bounds[i], bounds[i + 1]
@@ -237,15 +243,6 @@ def test_no_tokens_and_no_sequences():
     call = calls.prefill((5,), **SMALL)
     out, state = run(call, cu_seqlens=torch.tensor([0]), read_slots=torch.tensor([], dtype=torch.int32))
     assert not out.any() and calls.same(state, call["state"])
-
-
-def test_workspace_is_bounded_and_stated():
-    """What a call allocates never exceeds the limit by more than a chunk and the carried state."""
-    for T, HV in ((100_000, 64), (8192, 64), (10, 1)):
-        size = prefill.workspace_bytes(T, 16, HV, 128, 128, BF16)
-        total, count = prefill.groups(T, 16, HV, 128, BF16)
-        assert size <= prefill.LIMIT + 2 * HV * 128 * 128 * 4 and count <= total
-    assert prefill.groups(100, 1, 1, 32, BF16, 1) == (6, 1)
 
 
 @pytest.mark.parametrize("device", ("sm_90", "gfx950", "cpu"))

@@ -29,11 +29,12 @@ def name_of(path: Path) -> str:
 # Imports
 
 NAMES = {name_of(path) for path in MODULES}
-FREE = {f"thalweg.{name}" for name in ("contract", "device", "dispatch", "inputs", "accuracy", "timing", "state")}
+PLAIN = ("contract", "device", "dispatch", "gluon", "inputs", "accuracy", "timing", "state")
+FREE = {f"thalweg.{name}" for name in PLAIN}
 API = {"thalweg.kda", "thalweg.qsa", "thalweg.kda.api", "thalweg.qsa.api"}
 REFERENCES = {"thalweg.kda.reference", "thalweg.qsa.reference"}
-AROUND = ("__init__", "api", "arguments", "library", "reference", "reference_ops")  # of a family, not stages
-STAGES = {name_of(p) for p in MODULES if p.parent.name in ("kda", "qsa") and p.stem not in AROUND}
+AROUND = ("__init__", "api", "arguments", "library", "reference", "reference_ops", "workspace")  # not stages
+STAGES = {name_of(p) for p in MODULES if p.parent.name in ("kda", "qsa") and p.stem not in AROUND} | {"thalweg.gluon"}
 
 
 def imported(path: Path, top_only: bool = False) -> set[str]:
@@ -58,18 +59,20 @@ def allowed(module: str) -> set[str]:
     if module == "thalweg":
         return API
     if module in ("thalweg.kda", "thalweg.qsa"):
-        return {f"{family}.api", f"{family}.reference"}
+        return {f"{family}.api", f"{family}.reference", f"{family}.workspace"}
     if family in ("thalweg.kda", "thalweg.qsa"):
         own = {name for name in NAMES if name.startswith(f"{family}.")}
         shared = {"thalweg.contract", "thalweg.dispatch"}
         if module in (f"{family}.api", f"{family}.library", f"{family}.arguments"):
-            return own | shared
+            return own | shared | {"thalweg.device"}
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
-        pieces = {f"{family}.chunks", f"{family}.products"} - {module}  # device functions that every stage may use
+        # What every stage may use: device functions, and how memory is shared out.
+        pieces = {f"{family}.{name}" for name in ("chunks", "products", "workspace")} - {module}
         if module == f"{family}.prefill":  # the page that composes stages
             pieces |= {f"{family}.prepare", f"{family}.scan"}
-        return {"thalweg.contract", "thalweg.device"} | pieces  # a stage: no other stage, not the reference
+        # A stage: no other stage, not the reference.
+        return {"thalweg.contract", "thalweg.device", "thalweg.gluon"} | pieces
     bench = {name for name in NAMES if name.startswith("thalweg.bench")}
     return {
         "thalweg.cases": {"thalweg.inputs"},

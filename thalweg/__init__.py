@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         kda_conv,
         kda_decode,
         kda_prefill,
+        kda_prefill_workspace,
         kda_verify,
         solve_unit_lower,
     )
@@ -24,6 +25,7 @@ __all__ = [
     "kda_conv",
     "kda_decode",
     "kda_prefill",
+    "kda_prefill_workspace",
     "kda_verify",
     "qsa_append",
     "qsa_attend",

@@ -224,15 +224,17 @@ def given(out: torch.Tensor | None) -> bool:
     return out is not None and not torch.compiler.is_compiling()
 
 
-def expect_apart(op: str, call: dict[str, object]) -> None:
-    """Refuses an `out` that overlaps itself or another tensor of `call`, which is the op's arguments by name."""
-    out = call["out"]
+def expect_apart(op: str, call: dict[str, object], written: str = "out") -> None:
+    """Refuses a tensor that the op overwrites, where it overlaps itself or another tensor of `call`, the op's
+    arguments by name.
+    """
+    out = call[written]
     if not out.is_contiguous():
-        _expect_no_overlap(op, "out", out)
+        _expect_no_overlap(op, written, out)
     span = _span(out)
     for name, other in call.items():
-        if name != "out" and isinstance(other, torch.Tensor) and share_memory(out, other, span):
-            refuse(op, "out", "in memory of its own", f"memory shared with {name}")
+        if name != written and isinstance(other, torch.Tensor) and share_memory(out, other, span):
+            refuse(op, written, "in memory of its own", f"memory shared with {name}")
 
 
 def offsets(cu_seqlens: torch.Tensor, tokens: int) -> list[int]:

@@ -9,6 +9,7 @@ from thalweg.kda.api import (
     kda_verify,
     solve_unit_lower,
 )
+from thalweg.kda.workspace import kda_prefill_workspace
 
 __all__ = [
     "gated_rms_norm",
@@ -16,6 +17,7 @@ __all__ = [
     "kda_conv",
     "kda_decode",
     "kda_prefill",
+    "kda_prefill_workspace",
     "kda_verify",
     "solve_unit_lower",
 ]

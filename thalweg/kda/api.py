@@ -26,6 +26,7 @@ from thalweg.kda import arguments, library
 from thalweg.kda.arguments import expect_gate, expect_norm, expect_offsets, expect_rows, expect_state, expect_tokens
 from thalweg.kda.library import IMPLS as IMPLS
 from thalweg.kda.reference import CHUNK
+from thalweg.kda.workspace import least_bytes
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 BOOL = (torch.bool,)
@@ -148,6 +149,7 @@ def kda_prefill(
     checkpoint_slots: torch.Tensor | None = None,
     checkpoint_every: int = 0,
     null_slot: int | None = None,
+    workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
     check: bool | None = None,
@@ -163,7 +165,8 @@ def kda_prefill(
     zeros, the read slot is not looked at, and the write slot alone decides on padding.
     checkpoint_slots `[N, M]` with checkpoint_every, a multiple of 64: the state after (j + 1) * checkpoint_every tokens
     of this call's part of sequence i goes to slot [i, j] of the pool too; bad slots and states not reached are skipped.
-    out `[T, HV, V]` of v's dtype.
+    out `[T, HV, V]` of v's dtype. workspace: uint8 scratch that spares the call its own, of `kda_prefill_workspace`
+    bytes or fewer, aligned to 16 bytes, overwritten; with it and `out` a GPU call allocates nothing.
 
     Per token: S <- S exp(g); S <- S + beta (v - S k) k^T; o = scale S q, read after the write.
     Example: cu_seqlens [0, 3, 3, 70], read_slots [5, 1, 0], write_slots [5, 2, -1]: tokens 0..2 advance slot 5; the
@@ -194,6 +197,12 @@ def kda_prefill(
     if checkpoint_every % CHUNK or (checkpoint_every > 0) != (checkpoint_slots is not None):
         refuse(op, "checkpoint_every", f"a multiple of {CHUNK} with checkpoint_slots, else 0", checkpoint_every)
     expect(op, "out", out, (T, HV, V), (v.dtype,), device, names="[T, HV, V]", optional=True)
+    expect(op, "workspace", workspace, (None,), (torch.uint8,), device, names="[bytes]", optional=True)
+    if contract.given(workspace):
+        least = least_bytes(T, N, HV, K, V, v.dtype)
+        if not workspace.is_contiguous() or workspace.shape[0] < least:
+            refuse(op, "workspace", f"contiguous, of at least {least} bytes", list(workspace.shape))
+        contract.expect_apart(op, locals(), "workspace")
     if contract.given(out):
         contract.expect_apart(op, locals())
     if out is None:
@@ -202,7 +211,7 @@ def kda_prefill(
     library.kda_prefill(
         q, k, v, g_raw, beta_logits, cu_seqlens, state, read_slots, write_slots, gate, A_log, dt_bias, lower_bound,
         K**-0.5 if scale is None else scale, allow_neg_eigval, qk_l2norm, fresh, checkpoint_slots, checkpoint_every,
-        null_slot, out, impl=impl, check=checking(op, impl, check),
+        null_slot, workspace, out, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
     return out
 

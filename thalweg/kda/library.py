@@ -8,6 +8,7 @@ import importlib.util
 import torch
 
 from thalweg import contract, dispatch
+from thalweg.device import arch
 from thalweg.kda import reference_ops
 
 
@@ -60,6 +61,29 @@ def _prefill(**call) -> None:
     prefill.prefill(**call)
 
 
+def _prefill_hopper_why_not(call) -> str | None:
+    reason = _prefill_why_not(call)
+    if reason is not None:
+        return reason
+    if not torch.cuda.is_available() or arch(call["q"].device) != "sm_90":
+        return "made for the sm_90 architecture"
+    K, V, dtype = call["q"].shape[2], call["v"].shape[2], call["v"].dtype
+    if K != 128 or V % 64 or dtype != torch.bfloat16:
+        return f"takes K = 128, V a multiple of 64 and bfloat16 values, got K {K}, V {V} and {dtype}"
+    for name in ("v", "out"):
+        x, strides, HV = call[name], call[name].stride(), call[name].shape[1]
+        rows = strides[2] == 1 and (HV == 1 or strides[1] == V) and strides[0] >= HV * V
+        if not rows or strides[0] % 8 or x.storage_offset() % 8:
+            return f"{name} must have its heads side by side in rows of whole 16 bytes, got strides {tuple(strides)}"
+    return None
+
+
+def _prefill_hopper(**call) -> None:
+    from thalweg.kda import prefill, scan_gluon
+
+    prefill.prefill(**call, scan=scan_gluon.scan)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
@@ -68,6 +92,12 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     ),
     "kda_conv": _reference(reference_ops.conv),
     "kda_prefill": (
+        dispatch.Impl(
+            "hopper",
+            "as triton, the scan in Gluon: bulk copies by a warp of their own",
+            _prefill_hopper_why_not,
+            _prefill_hopper,
+        ),
         dispatch.Impl("triton", "chunks of 32, prepared in parallel, then scanned", _prefill_why_not, _prefill),
         *_reference(reference_ops.prefill),
     ),
@@ -153,7 +183,7 @@ kda_prefill = dispatch.define(
     "kda_prefill(Tensor q, Tensor k, Tensor v, Tensor g_raw, Tensor beta_logits, Tensor cu_seqlens, "
     f"Tensor(a!) state, Tensor read_slots, Tensor write_slots, {_GATE}, float scale, bool allow_neg_eigval, "
     "bool qk_l2norm, Tensor? fresh, Tensor? checkpoint_slots, int checkpoint_every, int? null_slot, "
-    "Tensor(b!) out, " + _END,
+    "Tensor(b!)? workspace, Tensor(c!) out, " + _END,
     IMPLS["kda_prefill"],
     _check_prefill,
 )

@@ -39,11 +39,11 @@ import triton.language as tl
 from thalweg.device import arch, current
 from thalweg.kda import chunks
 from thalweg.kda.products import halves, product, sums
+from thalweg.kda.workspace import CHUNK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
 LIFT = tl.constexpr(10.0)  # unit keys times 2^10 e^80 are finite, and a key of 2^-21 times e^-80 is no denormal
-CHUNK = 32
 SPAN = 80.0  # natural-log decay that exp of both signs stands in bf16 and float32
 
 

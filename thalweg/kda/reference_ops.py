@@ -45,7 +45,7 @@ def _tile(x: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 def prefill(
     q, k, v, g_raw, beta_logits, cu_seqlens, state, read_slots, write_slots, gate, A_log, dt_bias, lower_bound, scale,
-    allow_neg_eigval, qk_l2norm, fresh, checkpoint_slots, checkpoint_every, null_slot, out,
+    allow_neg_eigval, qk_l2norm, fresh, checkpoint_slots, checkpoint_every, null_slot, workspace, out,
 ) -> None:  # fmt: skip
     bounds = contract.offsets(cu_seqlens, q.shape[0])
     marks = None

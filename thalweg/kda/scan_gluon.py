@@ -1,0 +1,347 @@
+"""The serial pass of KDA prefill on Hopper: `scan` with the chain of products kept apart from everything beside it.
+
+    rhs = v - Kp S      R = inverse rhs      S <- exp(Gc) S + R^T Ke      each waits for the one before
+    o   = Qp S + Aqk R                                                    runs beside them and is stored a chunk later
+
+Formulas, arguments and contract are those of `scan`, whose bf16 form this is, with the same roundings; transposed, so
+that the left operand of every product stays in registers. Tiles arrive by bulk copies, STAGES chunks ahead.
+
+The order inside a chunk is what counts. Tensor cores run products in the order in which they were given; waiting for
+one costs about 60 cycles, so something is always given before a wait:
+
+    rhs | decay S, store the last o, refill | inverse rhs, Qp S | halves of R | R^T Ke, Aqk R | next v, next S in bf16
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from thalweg.device import arch, current
+from thalweg.gluon import bulk_load, bulk_store, thread_barrier
+
+OFFSETS = gl.constexpr(128)  # sequence offsets read at once, one a thread
+
+
+class Shape(NamedTuple):
+    """What a configuration depends on: neither T nor the number of sequences."""
+
+    K: int
+    V: int
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    values: int  # of V a program
+    stages: int
+    num_warps: int  # of those that compute; one more copies, in a group of four
+    max_registers: int  # a lane on average: the copying warp gives most of its own to the others
+    reason: str = field(compare=False)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        return {"num_warps": self.num_warps, "maxnreg": self.max_registers, "enable_fp_fusion": True}
+
+
+def choose(shape: Shape, device: str) -> Config:
+    """The configuration for a shape on a device that takes it: sm_90, K = 128, bfloat16."""
+    return Config(64, 3, 4, 128, "64 rows are one wgmma; three stages of 35 KB leave room for two programs")
+
+
+@gluon.jit
+def _span(cu_seqlens, stride, i_n, N, T, C: gl.constexpr):
+    """`chunks.span`: first token of sequence i_n, the one past its last, the number of its first chunk."""
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    start = 0
+    end = 0
+    for first in range(0, i_n + 2, OFFSETS):
+        o_cu = first + gl.arange(0, OFFSETS, ROW)
+        b_cu = gl.load(cu_seqlens + o_cu.to(gl.int64) * stride, mask=o_cu <= N, other=0).to(gl.int64)
+        b_cu = gl.minimum(gl.maximum(b_cu, 0), T).to(gl.int32)
+        start = gl.maximum(start, gl.max(gl.where(o_cu <= i_n, b_cu, 0), 0))
+        end = gl.maximum(end, gl.max(gl.where(o_cu <= i_n + 1, b_cu, 0), 0))
+    return start, end, start // C + i_n + 1
+
+
+@gluon.jit
+def _good(slot, slots, null_slot):
+    return (slot >= 0) & (slot < slots) & (slot != null_slot)
+
+
+@gluon.jit
+def _produce(
+    factors, pairs, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr
+):
+    """Copies the tiles of n chunks, the first at entry `row` and token `token`, each into the next free stage."""
+    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
+    for i in range(n):
+        s = i % STAGES
+        bar = full.index(s)
+        mbarrier.wait(free.index(s), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, 3 * C * 128 * 2 + 3 * C * C * 2 + 128 * 4 + C * 64 * 2)
+        i_row = row + i * HV
+        i_f = i_row * (3 * C)
+        bulk_load(factors, [i_f, 0], bar, s_kp.index(s))
+        bulk_load(v, [token + i * C, o_hv], bar, s_v.index(s))
+        bulk_load(decays, [i_row, 0], bar, s_d.index(s))
+        bulk_load(pairs, [i_f, 0], bar, s_x.index(s))
+        bulk_load(pairs, [i_f + C, 0], bar, s_xl.index(s))
+        bulk_load(factors, [i_f + C, 0], bar, s_qp.index(s))
+        bulk_load(factors, [i_f + 2 * C, 0], bar, s_ke.index(s))
+        bulk_load(pairs, [i_f + 2 * C, 0], bar, s_a.index(s))
+
+
+@gluon.jit
+def _values(s_v, left, RHS: gl.constexpr, C: gl.constexpr):
+    """v^T as the accumulator of the first product; rows past the end of the sequence may hold anything."""
+    o_c = gl.arange(0, C, gl.SliceLayout(0, RHS))
+    b_v = s_v.permute((1, 0)).load(RHS).to(gl.float32)
+    return gl.where(gl.expand_dims(o_c, 0) < left, b_v, 0.0)
+
+
+@gluon.jit
+def _halves(b, LEFT: gl.constexpr):
+    """b = high + low in bf16, high cut off and not rounded: one instruction a pair, and 2^-16 of b is lost."""
+    b_high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    return (
+        gl.convert_layout(b_high.to(gl.bfloat16), LEFT),
+        gl.convert_layout((b - b_high).to(gl.bfloat16), LEFT),
+    )
+
+
+@gluon.jit
+def _products(w_rhs, b_s, b_sb, tiles, s, RHS: gl.constexpr, LEFT: gl.constexpr, C: gl.constexpr):
+    """From a started rhs on: S and o of a chunk, both started, S two groups before o."""
+    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
+    b_zero = gl.zeros([64, C], gl.float32, RHS)
+    b_rhs = gl.convert_layout(warpgroup_mma_wait(0, [w_rhs]).to(gl.bfloat16), LEFT)
+    w_r = warpgroup_mma(b_rhs, s_xl.index(s).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    w_r = warpgroup_mma(b_rhs, s_x.index(s).permute((1, 0)), w_r, is_async=True)
+    w_o = warpgroup_mma(b_sb, s_qp.index(s).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    b_high, b_low = _halves(warpgroup_mma_wait(1, [w_r]), LEFT)
+    w_s = warpgroup_mma(b_low, s_ke.index(s), b_s, is_async=True)
+    w_s = warpgroup_mma(b_high, s_ke.index(s), w_s, is_async=True)
+    w_o = warpgroup_mma(b_low, s_a.index(s).permute((1, 0)), w_o, is_async=True)
+    w_o = warpgroup_mma(b_high, s_a.index(s).permute((1, 0)), w_o, is_async=True)
+    return w_s, w_o
+
+
+@gluon.jit
+def _mark(b_s, p_state, stride_s, past, tokens, checkpoint_slots, slots, null_slot, every, marks, stride_mj):
+    """Stores the state after `past` chunks where that is a checkpoint."""
+    C: gl.constexpr = 32
+    j = past // (every // C) - 1
+    if (past % (every // C) == 0) & (past * C <= tokens) & (j < marks):
+        mark = gl.load(checkpoint_slots + j.to(gl.int64) * stride_mj).to(gl.int64)
+        if _good(mark, slots, null_slot):
+            gl.store(p_state + mark * stride_s, b_s.to(p_state.dtype.element_ty))
+
+
+@gluon.jit
+def _consume(
+    b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
+    p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
+    STATE: gl.constexpr, RHS: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The state after n chunks, and the outputs of the last one; those of the others are stored here."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, RHS, 2)
+    LEFT_S: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
+    b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
+    mbarrier.wait(full.index(0), 0)
+    b_v = _values(s_v.index(0), tokens - i_first * C, RHS, C)
+    w_rhs = warpgroup_mma(b_sb, s_kp.index(0).permute((1, 0)), b_v, is_async=True)
+    b_s = b_s * s_d.index(0).load(STATE)
+    for i in range(n - 1):
+        w_s, w_o = _products(w_rhs, b_s, b_sb, tiles, i % STAGES, RHS, LEFT, C)
+        s = (i + 1) % STAGES
+        mbarrier.wait(full.index(s), (i + 1) // STAGES & 1)
+        b_v = _values(s_v.index(s), tokens - (i_first + i + 1) * C, RHS, C)
+        b_s = warpgroup_mma_wait(2, [w_s])
+        b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
+        if checkpoint_slots is not None:
+            _mark(
+                b_s, p_state, stride_s, i_first + i + 1, tokens, checkpoint_slots, slots, null_slot, every, marks,
+                stride_mj,
+            )  # fmt: skip
+        b_o = warpgroup_mma_wait(0, [w_o])
+        w_rhs = warpgroup_mma(b_sb, s_kp.index(s).permute((1, 0)), b_v, is_async=True)
+        b_s = b_s * s_d.index(s).load(STATE)
+        s_o.index(i % 2).permute((1, 0)).store(b_o.to(gl.bfloat16))
+        fence_async_shared()
+        tma.store_wait(0)
+        thread_barrier()
+        bulk_store(p_out, [token + i * C, o_hv], s_o.index(i % 2))
+        mbarrier.arrive(free.index(i % STAGES))
+    w_s, w_o = _products(w_rhs, b_s, b_sb, tiles, (n - 1) % STAGES, RHS, LEFT, C)
+    b_s = warpgroup_mma_wait(0, [w_s])
+    if checkpoint_slots is not None:
+        _mark(b_s, p_state, stride_s, i_first + n, tokens, checkpoint_slots, slots, null_slot, every, marks, stride_mj)
+    return b_s, warpgroup_mma_wait(0, [w_o])
+
+
+def _kernel(
+    factors, pairs, decays, v, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+    T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s: gl.int64, stride_sh: gl.int64,
+    stride_sv, stride_sk, stride_read, stride_write, stride_fresh, stride_mn, stride_mj,
+    stride_ot, stride_oh: gl.int64, stride_od,
+    V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    BV: gl.constexpr = 64
+    K: gl.constexpr = 128
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    RHS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    i_v = gl.program_id(0) % (V // BV)
+    i_hv = gl.program_id(0) // (V // BV) % HV
+    i_n = gl.program_id(0) // (V // BV) // HV
+    start, end, base = _span(cu_seqlens, stride_cu, i_n, N, T, C)
+    tokens = end - start
+    total = (tokens + C - 1) // C
+    i_first = gl.maximum(first - base, 0)
+    i_last = gl.minimum(first + count - base, total)
+    o_v = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
+    o_rv = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, RHS)), 1)
+    o_c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, RHS)), 0)
+    out += start.to(gl.int64) * stride_ot + i_hv.to(gl.int64) * stride_oh
+    if i_first < i_last:
+        read = gl.load(read_slots + i_n.to(gl.int64) * stride_read).to(gl.int64)
+        write = gl.load(write_slots + i_n.to(gl.int64) * stride_write).to(gl.int64)
+        anew = False
+        if fresh is not None:
+            anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
+        if _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot)):
+            s_kp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
+            s_qp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
+            s_ke = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
+            s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
+            s_xl = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
+            s_a = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
+            s_d = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decays.layout)
+            s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], WIDE)
+            s_o = gl.allocate_shared_memory(gl.bfloat16, [2, C, BV], WIDE)
+            full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(STAGES):
+                mbarrier.init(full.index(i), count=1)
+                mbarrier.init(free.index(i), count=1)
+            fence_async_shared()
+            thread_barrier()
+            tiles = (s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v)
+            row = (base + i_first - first) * HV + i_hv
+            token = start + i_first * C
+            o_hv = i_hv * V + i_v * BV
+            n = i_last - i_first
+            p_state = state + i_hv.to(gl.int64) * stride_sh + (o_v * stride_sv + o_k * stride_sk)
+            p_carry = carry + (i_hv.to(gl.int64) * V * K + (o_v * K + o_k))
+            flip = HV.to(gl.int64) * V * K
+            if i_first > 0:
+                b_s = gl.load(p_carry + turn * flip)
+            else:
+                b_s = gl.load(p_state + read * stride_s, mask=(o_v >= 0) & (not anew), other=0.0).to(gl.float32)
+            if checkpoint_slots is not None:
+                checkpoint_slots += i_n.to(gl.int64) * stride_mn
+            b_s, b_o = gl.warp_specialize(
+                [
+                    (_consume, (
+                        b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
+                        p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
+                        STATE, RHS, C, STAGES,
+                    )),
+                    (_produce, (
+                        factors, pairs, decays, v, tiles, full, free, row, HV, token, o_hv, n, C, STAGES,
+                    )),
+                ],
+                [1],
+                [24],
+            )  # fmt: skip
+            o_row = i_last * C - C + o_c
+            o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
+            gl.store(out + o_out, b_o.to(out.dtype.element_ty), mask=(o_row < tokens) & (o_rv >= 0))
+            if i_last < total:
+                gl.store(p_carry + (1 - turn) * flip, b_s)
+            else:
+                gl.store(p_state + write * stride_s, b_s.to(state.dtype.element_ty))
+            tma.store_wait(0)
+            for i3 in gl.static_range(STAGES):
+                mbarrier.invalidate(full.index(i3))
+                mbarrier.invalidate(free.index(i3))
+        else:
+            for i in range(i_first, i_last):
+                o_row = i * C + o_c
+                o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
+                m = (o_row < tokens) & (o_rv >= 0)
+                gl.store(out + o_out, gl.zeros([BV, C], out.dtype.element_ty, RHS), mask=m)
+
+
+# What changes from step to step: none of these values may be compiled in.
+kernel = gluon.jit(
+    _kernel,
+    do_not_specialize=["T", "N", "HV", "first", "count", "slots", "null_slot", "every", "marks", "turn", "stride_cu",
+                       "stride_read", "stride_write", "stride_fresh", "stride_mn", "stride_mj"],
+    do_not_specialize_on_alignment=["cu_seqlens", "read_slots", "write_slots", "fresh", "checkpoint_slots"],
+)  # fmt: skip
+
+
+def _tiles(x: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
+    """A view of rows of a 2-D tensor, copied in tiles."""
+    layout = gl.NVMMASharedLayout(swizzle, 8 * x.element_size(), 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def scan(
+    factors: torch.Tensor,
+    pairs: torch.Tensor,
+    decays: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    carry: torch.Tensor,
+    out: torch.Tensor,
+    first: int,
+    turn: int,
+    *,
+    fresh: torch.Tensor | None,
+    checkpoint_slots: torch.Tensor | None,
+    checkpoint_every: int,
+    null_slot: int | None,
+    config: Config | None = None,
+) -> None:
+    """Launches the kernel, a program a sequence, head and slice of V; arguments as `scan.scan` takes them.
+
+    No sync, no allocation. A given config overrides `choose`.
+    """
+    T, HV, V = v.shape
+    N = cu_seqlens.shape[0] - 1
+    count, _, _, C, K = factors.shape
+    if N == 0:
+        return
+    config = config or choose(Shape(K, V, out.dtype), arch(v.device))
+    flat = [x.as_strided((T, HV * V), (x.stride(0), 1)) for x in (v, out)]
+    marks = checkpoint_slots.shape[1] if checkpoint_slots is not None else 0
+    with current(v.device):
+        kernel[(N * HV * (V // config.values),)](
+            _tiles(factors.view(-1, K), C, K, 128), _tiles(pairs.view(-1, C), C, C, 64),
+            _tiles(decays.view(-1, K), 1, K, 0), *(_tiles(x, C, config.values, 128) for x in flat), cu_seqlens, state,
+            read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+            T, N, first, count, HV, state.shape[0], -1 if null_slot is None else null_slot, checkpoint_every or 1,
+            marks, turn, cu_seqlens.stride(0), *state.stride(), read_slots.stride(0), write_slots.stride(0),
+            fresh.stride(0) if fresh is not None else 0,
+            *(checkpoint_slots.stride() if checkpoint_slots is not None else (0, 0)), *out.stride(),
+            V=V, C=C, STAGES=config.stages, **config.options,
+        )  # fmt: skip
