@@ -33,12 +33,12 @@ def test_a_plan_depends_on_shapes_alone_and_grows_with_them():
         assert workspace.plan(T, N, HV, 128, 128, BF16) == workspace.plan(T, N, HV, 128, 128, BF16)
 
 
-def test_pieces_are_cut_where_they_still_fill_the_machine():
-    def count(*shape):
-        return workspace.pieces(shape[0] // 32 + shape[1] + 2, *shape[1:])[0]
+def test_pieces_are_cut_where_the_scan_leaves_the_machine_idle():
+    def count(T, N, HV, V=128):
+        return workspace.pieces(T // 32 + N + 2, N, HV, V)[0]
 
-    assert count(8192, 1, 64) == workspace.PIECES and count(32768, 1, 32) == workspace.PIECES
-    assert count(16384, 8, 16) == 2 and count(16384, 2, 16) == 1 and count(64, 1, 64) == 1
+    assert count(32768, 1, 32) == workspace.PIECES == count(8192, 1, 64, V=64)
+    assert count(8192, 1, 64) == count(32768, 2, 16) == count(64, 1, 32) == 1
 
 
 def test_entry_bytes_are_those_of_the_tiles():
