@@ -1,4 +1,4 @@
-"""The scan of kda_prefill, ahead of time, in Triton and in Gluon: one prompt of 8,192 tokens, 64 heads (GLM-5.3-Flash)."""
+"""The scan of kda_prefill, ahead of time, in Triton and in Gluon: 8,192 tokens, 64 heads (GLM-5.3-Flash)."""
 
 import sys
 
