@@ -40,7 +40,9 @@ def test_the_gate_sees_spills_and_missing_instructions(tmp_path):
 
 def test_what_a_build_asks_of_the_kernels_of_each_file():
     build = aot.Build(print, {"scan": ("wgmma",)}, 128, {"prepare": 40})
-    assert build.of("scan") == aot.Build(print, ("wgmma",), 128) and build.of("prepare") == aot.Build(print, (), 128, 40)
+    assert build.of("scan") == aot.Build(print, ("wgmma",), 128) and build.of("prepare") == aot.Build(
+        print, (), 128, 40
+    )
     assert build.of("conv") == aot.Build(print, (), 128)
 
 
