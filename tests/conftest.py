@@ -31,3 +31,17 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(capsys):
+    """The command: run(*arguments) gives its exit code, standard output and standard error."""
+    from thalweg import cli
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        captured = capsys.readouterr()
+        return stopped.value.code, captured.out, captured.err
+
+    return run

@@ -15,17 +15,6 @@ from thalweg.cases import SMALL
 from thalweg.dispatch import Impl
 
 
-@pytest.fixture
-def run(capsys):
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(argv)
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return run
-
-
 def refused(result: tuple[int, str, str], *words: str) -> None:
     """Exit code 2, one line on standard error that holds the words, nothing on standard output."""
     code, out, err = result

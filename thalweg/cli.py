@@ -207,21 +207,41 @@ def generate(
         raise typer.Exit(130)
 
 
-@app.command(epilog="Example: thalweg bench e2e --case e2e-4096")
+@app.command(epilog="Example: thalweg bench kda_decode --case 'decode-h12-*' --save")
 def bench(
-    op: Annotated[str, typer.Argument(help="e2e: the whole model, prefill and decode.")] = "e2e",
-    case: Annotated[list[str] | None, typer.Option(help="Only this case; may be repeated.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Run every op through this implementation.")] = None,
+    op: Annotated[str, typer.Argument(help="A public op, or e2e: the whole model, prefill and decode.")] = "e2e",
+    case: Annotated[list[str] | None, typer.Option(help="Only this case, or those it fits (*); repeatable.")] = None,
+    impl: Annotated[str | None, typer.Option(help="Only this implementation, or peer (fla).")] = None,
     device: Device = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    save: Annotated[bool, typer.Option("--save", help="Append the rows to results/<gpu>.jsonl.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure speed and memory on this machine."""
+    """Time an op on named shapes, each result compared with float64 first; exit 1 if one of ours is wrong."""
     device = device_named(device)
+    if op == "e2e":
+        if save:
+            raise ValueError("--save takes rows of one op, not of e2e")
+        _bench_model(case or [], device, impl, as_json)
+        return
+    from thalweg.bench import report
+    from thalweg.bench.run import Bench
+
+    rows = list(Bench(op, case or [], device, impl, seed).rows())
+    if as_json:
+        print_json([report.line(row) for row in rows])
+    else:
+        print_table(report.COLUMNS, [report.cells(row) for row in rows])
+    if save:
+        print(f"{len(rows)} rows appended to {report.save(rows)}", file=sys.stderr)
+    if any(not row.ok and not row.peer for row in rows):
+        raise typer.Exit(1)
+
+
+def _bench_model(cases: Sequence[str], device: str, impl: str | None, as_json: bool) -> None:
     from thalweg.bench import endtoend
 
-    if op != "e2e":
-        raise ValueError(f"bench: OP must be e2e, got {op!r}")
-    rows = [asdict(endtoend.run(name, device, impl)) for name in case or endtoend.CASES]
+    rows = [asdict(endtoend.run(name, device, impl)) for name in cases or endtoend.CASES]
     if as_json:
         print_json(rows)
     else:

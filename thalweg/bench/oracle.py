@@ -4,6 +4,8 @@
 low-precision computation of the same thing that `accuracy` derives its tolerance from: chunked, products on operands
 of the activations' dtype, float32 sums, results in the dtype the op stores. Both return what the op writes: "out" and
 every mutated argument, by name. Padding, slots and pages are read here on the host, independently of the op's code.
+At full size the truth of `kda_prefill` is the chunk form in float64 (past LONG tokens), and of ops over thousands of
+independent rows some rows are enough: `sampled_rows` names them, `taken` gives the arguments of a call on just those.
 """
 
 from collections.abc import Callable
@@ -18,11 +20,36 @@ from thalweg.qsa import reference as qsa
 TRUTH, TWIN = torch.float64, torch.float32
 Args = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
+LONG = 2048  # tokens of a call
+SAMPLED = 64  # rows
+BY_ROW = {  # ops whose rows know nothing of each other, and their arguments with one entry a row
+    "qsa_score": ("index_q", "row_request", "visible"),
+    "qsa_topk": ("scores", "visible"),
+    "qsa_select": ("index_q", "row_request", "visible"),
+    "qsa_attend": ("q", "row_request", "positions", "block_ids", "out_gate"),
+}
 
 
 def expected(op: str, args: Args, dtype: torch.dtype) -> Tensors:
     """The outputs of `op` for keyword arguments `args` (which are not changed), in `dtype`: TRUTH or TWIN."""
     return EXPECTED[op](args, dtype)
+
+
+def sampled_rows(op: str, args: Args) -> torch.Tensor | None:
+    """Numbers of SAMPLED rows spread over a call, the first and the last among them; None: all are to be checked."""
+    if op not in BY_ROW:
+        return None
+    first = args[BY_ROW[op][0]]
+    if len(first) <= SAMPLED:
+        return None
+    return torch.linspace(0, len(first) - 1, SAMPLED, device=first.device, dtype=torch.float64).round().long()
+
+
+def taken(op: str, args: Args, rows: torch.Tensor | None) -> Args:
+    """The arguments of a call on these rows alone; rows as `sampled_rows` gives them."""
+    if rows is None:
+        return args
+    return args | {name: args[name][rows] for name in BY_ROW[op] if args.get(name) is not None}
 
 
 def _result(values: torch.Tensor, like: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
@@ -117,7 +144,8 @@ def kda_prefill(args: Args, dtype: torch.dtype) -> Tensors:
             values, (g, beta) = v[span].to(dtype).transpose(0, 1), _gate(args, dtype, span)
             tokens = (*heads, values, g.transpose(0, 1), beta.T)
             if dtype == TRUTH:
-                o, S = kda.recurrence(*tokens, S, scale)
+                exact = kda.recurrence if len(q) <= LONG else kda.chunked
+                o, S = exact(*(x.contiguous() for x in tokens), S, scale)[:2]
             else:
                 o, S = _chunk(*tokens, S, scale, lambda x: x.to(v.dtype).to(dtype))
             out[span] = o.transpose(0, 1)
