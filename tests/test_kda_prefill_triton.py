@@ -247,13 +247,13 @@ def test_no_tokens_and_no_sequences():
 
 @pytest.mark.parametrize("device", ("sm_90", "gfx950", "cpu"))
 def test_choices(device):
-    def anchored(gate="bounded", bound=-5.0, unit=True, dtype=BF16):
-        return prepare.choose(prepare.Shape(128, dtype, gate, bound, unit), device).anchored
+    def anchored(gate="bounded", bound=-5.0, unit=True, dtype=BF16, scale=0.1):
+        return prepare.choose(prepare.Shape(128, dtype, gate, bound, unit, scale, True), device).anchored
 
     assert anchored() and not anchored(bound=-5.1) and not anchored("soft") and not anchored("given")
-    assert not anchored(unit=False) and not anchored(dtype=F32)
+    assert not anchored(unit=False) and not anchored(dtype=F32) and not anchored(scale=1e5) and not anchored(bound=1.0)
     for dtype, form in ((BF16, "bf16"), (F32, "ieee"), (F16, "tf32x3" if device == "sm_90" else "ieee")):
-        config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True), device)
+        config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True, 0.1, True), device)
         assert config.products == scan.choose(scan.Shape(128, 128, dtype), device).products == form and config.reason
 
 

@@ -68,7 +68,8 @@ def allowed(module: str) -> set[str]:
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, and how memory is shared out.
-        pieces = {f"{family}.{name}" for name in ("chunks", "products", "workspace")} - {module}
+        names = ("chunks", "products", "substitution", "halving", "workspace")
+        pieces = {f"{family}.{name}" for name in names} - {module}
         if module == f"{family}.prefill":  # the page that composes stages
             pieces |= {f"{family}.prepare", f"{family}.scan"}
         # A stage: no other stage, not the reference.

@@ -7,13 +7,9 @@ Per chunk of C tokens and value head, G the gate cumulated inside the chunk, Gc 
     inverse = (I + Akk)^-1 diag(beta)
 
 No exponent is ever taken that could overflow, and none depends on a later token. Where the gate is bounded, G lies
-between 0 and C lower_bound, and is taken from the middle of that range: exp(G - middle) and exp(middle - G) stay within
-e^80. Where it is not, rows meet in halves (16 rows with the 16 before, 8 with 8, ... 1 with 1), each row decayed to the
-boundary between its half and the other: every exponent is a sum of gates over the rows it spans, never a difference,
-and at most 0.
-
-The inverse grows by the same halves, X <- X - X (Akk between halves) X from 1 x 1 up: forward substitution by blocks,
-stable on parallel keys where series are not, in float32 tiles.
+between 0 and C lower_bound, and is taken from an anchor M in the middle of that range: exp(G - M) and exp(M - G) stay
+within e^80. M is a whole number of octaves, so that Kp and Qp are the operands of the scores times a power of two.
+Where the gate has no such bound, rows meet in halves (`halving`), and every exponent is at most 0.
 
     q, k         [T, H, K]    bfloat16, float16, float32; any strides
     g_raw        [T, HV, K]   raw gate; natural log once activated
@@ -29,6 +25,7 @@ stable on parallel keys where series are not, in float32 tiles.
 Source: Kimi Linear (arXiv 2510.26692), the chunkwise form; here exponents and inverse are as described above.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,12 +35,13 @@ import triton.language as tl
 
 from thalweg.device import arch, current
 from thalweg.kda import chunks
-from thalweg.kda.products import halves, product, sums
+from thalweg.kda.halving import half_scores, unit_lower_inverse
+from thalweg.kda.products import halves, sums
+from thalweg.kda.substitution import invert
 from thalweg.kda.workspace import CHUNK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
-LIFT = tl.constexpr(10.0)  # unit keys times 2^10 e^80 are finite, and a key of 2^-21 times e^-80 is no denormal
 SPAN = 80.0  # natural-log decay that exp of both signs stands in bf16 and float32
 
 
@@ -55,6 +53,8 @@ class Shape(NamedTuple):
     gate: str
     lower_bound: float
     unit: bool  # q and k are normalised here, so at most 1
+    scale: float
+    biased: bool  # dt_bias is there
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,12 @@ class Config:
     channels: int  # of K at a time
     num_warps: int
     reason: str = field(compare=False)
+    max_registers: int | None = None  # a lane, NVIDIA only
 
     @property
     def options(self) -> dict[str, int | bool]:
-        return {"num_warps": self.num_warps, "enable_fp_fusion": True}
+        cap = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True, **cap}
 
 
 def products(out_dtype: torch.dtype, device: str) -> str:
@@ -77,16 +79,34 @@ def products(out_dtype: torch.dtype, device: str) -> str:
     return "tf32x3" if out_dtype == torch.float16 and device.startswith("sm_") else "ieee"
 
 
+def anchored(shape: Shape, device: str) -> bool:
+    """Whether one anchor a chunk is exact enough: a bound that keeps both signs within e^80, unit rows, a sane scale,
+    and bf16 results (adding the anchor costs an exponent its last digits, which a float32 result would show).
+    """
+    bounded = shape.gate == "bounded" and 0 <= -shape.lower_bound * CHUNK <= 2 * SPAN
+    return products(shape.out_dtype, device) == "bf16" and bounded and shape.unit and 2**-10 <= shape.scale <= 2**10
+
+
+def frame(lower_bound: float, scale: float) -> tuple[float, float, float, float, float]:
+    """The anchor M in octaves; what q is scaled by (at most 1 where M allows); the powers of two that take the score
+    operands Kp and Qp, and the product of q and k, to what is handed over.
+    """
+    middle = round(lower_bound * LOG2E.value * CHUNK / 2)
+    octaves = max(math.ceil(math.log2(scale)), -126 - middle)
+    return middle, scale * 2.0**-octaves, 2.0**middle, 2.0 ** (middle + octaves), 2.0**octaves
+
+
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    form = products(shape.out_dtype, device)
+    form, nvidia = products(shape.out_dtype, device), device.startswith("sm_")
     width = max(16, triton.next_power_of_2(shape.K))
-    # Adding the middle costs an exponent its last digits, which a float32 result would show.
-    anchored = form == "bf16" and shape.gate == "bounded" and shape.unit and -shape.lower_bound * CHUNK <= 2 * SPAN
-    reason = "one anchor a chunk: the bound keeps its halves within e^80" if anchored else "no bound: halves"
-    if form == "bf16":
-        return Config(form, anchored, min(width, 32), 4, reason)
-    return Config(form, anchored, min(width, 16), 4, reason)
+    if anchored(shape, device):
+        # 128 registers are four programs a multiprocessor: 293 us at 8,192 tokens x 64 heads, against 333 at 136.
+        # Without a bias, or with K = 256, the compiler needs more, and spills under the cap.
+        cap = 128 if nvidia and width <= 128 and shape.biased else None
+        reason = "one anchor a chunk: the bound keeps its halves within e^80"
+        return Config(form, True, max(width, 64), 8 if width > 128 else 4, reason, cap)
+    return Config(form, False, min(width, 32 if form == "bf16" else 16), 4, "no bound: halves")
 
 
 @triton.jit
@@ -107,46 +127,6 @@ def _log2_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def _half_scores(b_q, b_k, b_g, n, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """q k^T and k k^T, decayed, of all pairs of rows i > j, and q k^T of i = j; zeros above. b_g in base 2.
-
-    A loop, not unrolled: halves of h >= n rows do not meet, and the compiler would interleave what is unrolled.
-    """
-    o_i = tl.arange(0, C)[:, None]
-    o_j = tl.arange(0, C)[None, :]
-    b_Aqk = tl.where(o_i == o_j, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    b_Akk = tl.zeros([C, C], tl.float32)
-    h = 1
-    while h < n:
-        later = (o_i & h) != 0
-        b_span = ((o_i & -h) == (o_j & -h)) & ((later & (o_j <= o_i)) | (((o_i & h) == 0) & (o_j > o_i)))
-        b_w = tl.exp2(sums(tl.where(b_span, 1.0, 0.0), b_g, PRODUCTS))
-        b_kw = b_k * b_w
-        meet = (o_i > o_j) & ((o_i ^ o_j) >= h) & ((o_i ^ o_j) < 2 * h)
-        b_zero = tl.zeros([C, C], tl.float32)
-        b_Aqk += tl.where(meet, product(b_q * b_w, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
-        b_Akk += tl.where(meet, product(b_kw, tl.trans(b_kw), b_zero, PRODUCTS), 0.0)
-        h *= 2
-    return b_Aqk, b_Akk
-
-
-@triton.jit
-def _unit_lower_inverse(b_lower, n, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """(I + b_lower)^-1 of a strictly lower `[C, C]` tile, zero from row n on."""
-    o_i = tl.arange(0, C)[:, None]
-    o_j = tl.arange(0, C)[None, :]
-    apart = o_i ^ o_j
-    b_x = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(apart == 1, b_lower, 0.0)
-    h = 2
-    while h < n:
-        b_between = tl.where((apart >= h) & (apart < 2 * h), b_lower, 0.0)
-        b_y = product(b_between, b_x, tl.zeros([C, C], tl.float32), PRODUCTS)
-        b_x = product(-b_x, b_y, b_x, PRODUCTS)
-        h *= 2
-    return b_x
-
-
-@triton.jit
 def _rows(p, o_t, o_d, stride_t, stride_d, n, K: tl.constexpr, BK: tl.constexpr):
     """Rows below n and channels below K of a `[C, BK]` tile, as float32; zeros elsewhere."""
     m = (o_t < n)[:, None]
@@ -164,6 +144,118 @@ def _inverse_norm(p, o_t, stride_t, stride_d, n, width, K: tl.constexpr, BK: tl.
     return tl.rsqrt(b_sum + 1e-6)
 
 
+@triton.jit
+def _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V: tl.constexpr, C: tl.constexpr):
+    """Zeros in the n rows of a chunk that no sequence covers."""
+    o_t = tl.arange(0, C)
+    for i in tl.static_range(0, V, 64):
+        o_v = i + tl.arange(0, 64)
+        p_out = out + i_t * stride_ot + i_hv * stride_oh + o_t[:, None] * stride_ot + o_v[None, :] * stride_od
+        tl.store(p_out, tl.zeros([C, 64], out.dtype.element_ty), (o_t < n)[:, None] & (o_v < V)[None, :])
+
+
+@triton.jit
+def _fold(b, C: tl.constexpr, BC: tl.constexpr):
+    """`[C, BC]` as [channel of a pair, row of a half, half, group of 64 channels, pair]: a lane holds whole columns."""
+    return tl.permute(tl.reshape(b, [2, C // 2, BC // 64, 32, 2]), [4, 1, 0, 2, 3])
+
+
+@triton.jit
+def _unfold(b, C: tl.constexpr, BC: tl.constexpr):
+    return tl.reshape(tl.permute(b, [2, 1, 3, 4, 0]), [C, BC])
+
+
+@triton.jit
+def _unit(b, scale, C: tl.constexpr, BC: tl.constexpr):
+    """Rows of a raw tile, normalised and scaled, folded, in float32."""
+    b_x = b.to(tl.float32)
+    b_norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6) * scale
+    return _fold(b, C, BC).to(tl.float32) * tl.trans(tl.reshape(b_norm, [2, C // 2]))[None, :, :, None, None]
+
+
+def _anchored_kernel(
+    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
+    T, N, first, HV, group, bound, anchor, scale, down_k, down_q, up_q,
+    stride_qt, stride_qh: tl.int64, stride_qd, stride_kt, stride_kh: tl.int64, stride_kd,
+    stride_gt, stride_gh: tl.int64, stride_gd, stride_bt, stride_bh: tl.int64, stride_a, stride_dh: tl.int64, stride_dd,
+    stride_ot, stride_oh: tl.int64, stride_od, stride_cu,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, DOUBLED: tl.constexpr,
+):  # fmt: skip
+    """One anchor a chunk; leaves L and beta in pairs for `substitution.invert`. bound and anchor in base 2."""
+    i_hv = tl.program_id(0) % HV
+    i_entry = tl.program_id(0) // HV
+    i_t, n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
+    i_hv = i_hv.to(tl.int64)
+    i_t = i_t.to(tl.int64)
+    o_r = tl.arange(0, C)[:, None]
+    pairs += (i_entry.to(tl.int64) * HV + i_hv) * (3 * C * C)
+    p_lower = pairs.to(tl.pointer_type(tl.float32), bitcast=True)
+    if not covered:
+        _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V, C)
+        n = 0
+    if n <= 0:
+        tl.store(p_lower + o_r * C + tl.arange(0, C)[None, :], tl.zeros([C, C], tl.float32))
+    if n > 0:
+        i_h = i_hv // group
+        q += i_t * stride_qt + i_h * stride_qh
+        k += i_t * stride_kt + i_h * stride_kh
+        g_raw += i_t * stride_gt + i_hv * stride_gh
+        factors += (i_entry.to(tl.int64) * HV + i_hv) * (3 * C * BK)
+        decays += (i_entry.to(tl.int64) * HV + i_hv) * BK
+        beta_logits += i_t * stride_bt + i_hv * stride_bh
+        o_d = tl.arange(0, BC)[None, :]
+        m = o_r < n
+        if K < BC:
+            m = m & (o_d < K)
+        b_g = tl.load(g_raw + (o_r * stride_gt + o_d * stride_gd), mask=m, other=0.0)
+        b_k = tl.load(k + (o_r * stride_kt + o_d * stride_kd), mask=m, other=0.0)
+        b_q = tl.load(q + (o_r * stride_qt + o_d * stride_qd), mask=m, other=0.0)
+        o_half = tl.arange(0, 2)[None, None, :, None, None]
+        o_f = tl.arange(0, BC // 64)[None, None, None, :, None] * 64 + tl.arange(0, 32)[None, None, None, None, :] * 2
+        o_f += tl.arange(0, 2)[:, None, None, None, None]  # channels, folded
+        m_f = o_half * (C // 2) + tl.arange(0, C // 2)[None, :, None, None, None] < n
+        if K < BC:
+            m_f = m_f & (o_f < K)
+        b_rate = -LOG2E
+        if A_log is not None:
+            b_rate *= tl.exp(tl.load(A_log + i_hv * stride_a))
+        b_x = _fold(b_g, C, BC).to(tl.float32) * b_rate
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + i_hv * stride_dh + o_f * stride_dd, mask=o_f < K, other=0.0) * b_rate
+        b_s = tl.rsqrt(1.0 + tl.exp2(b_x))  # its square is the sigmoid: cheaper than a division
+        b_g = tl.where(m_f, bound * b_s * b_s, 0.0)
+        b_cum = tl.cumsum(b_g, 1)
+        b_half = tl.sum(b_g, 1)
+        b_before = tl.sum(tl.where(tl.arange(0, 2)[None, :, None, None] == 0, b_half, 0.0), 1)
+        b_all = tl.sum(b_half, 1)
+        b_cum += tl.where(o_half == 1, b_before[:, None, None, :, :], 0.0) - anchor
+        b_w = tl.exp2(b_cum)
+        b_k = _unit(b_k, 1.0, C, BC)
+        b_kp = (b_k * b_w).to(tl.bfloat16)
+        b_qp = (_unit(b_q, scale, C, BC) * b_w).to(tl.bfloat16)
+        b_ke = b_k * tl.exp2(-b_cum)
+        p_f = factors + o_r * BK + o_d
+        m_k = (o_r < C) & (o_d < BK)
+        tl.store(p_f, _unfold(b_kp * tl.full([1, 1, 1, 1, 1], -down_k, tl.bfloat16), C, BC), mask=m_k)
+        tl.store(p_f + C * BK, _unfold(b_qp * tl.full([1, 1, 1, 1, 1], down_q, tl.bfloat16), C, BC), mask=m_k)
+        b_last = (b_ke * tl.exp2(b_all - anchor)[:, None, None, :, :]).to(tl.bfloat16)
+        tl.store(p_f + 2 * C * BK, _unfold(b_last, C, BC), mask=m_k)
+        o_all = tl.arange(0, BC // 64)[None, :, None] * 64 + tl.arange(0, 32)[None, None, :] * 2
+        o_all += tl.arange(0, 2)[:, None, None]
+        tl.store(decays + o_all, tl.exp2(b_all), mask=o_all < BK)
+        # Both products at once: 64 rows are one wgmma. Right of the diagonal they may be infinite, and are not looked at.
+        b_rows = tl.reshape(tl.permute(tl.join(b_kp, b_qp), [5, 2, 1, 3, 4, 0]), [2 * C, BC])
+        b_scores = tl.dot(b_rows, tl.trans(_unfold(b_ke.to(tl.bfloat16), C, BC)))
+        o_i = tl.arange(0, 2 * C)[:, None]
+        o_j = tl.arange(0, C)[None, :]
+        b_beta = tl.load(beta_logits + o_i % C * stride_bt, mask=o_i % C < n, other=-float("inf")).to(tl.float32)
+        b_beta = tl.sigmoid(b_beta) * (2.0 if DOUBLED else 1.0)
+        b_Aqk = tl.where(o_i - C >= o_j, b_scores * up_q, 0.0)
+        tl.store(pairs + C * C + o_i * C + o_j, b_Aqk.to(tl.bfloat16), mask=(o_i >= C) & (o_j < C))
+        b_lower = tl.where(o_i == o_j, b_beta, b_scores * b_beta)
+        tl.store(p_lower + o_i * C + o_j, b_lower, mask=(o_i < C) & (o_j < C))
+
+
 def _kernel(
     q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
     T, N, first, width, HV, group, lower_bound, scale,
@@ -171,7 +263,7 @@ def _kernel(
     stride_gt, stride_gh: tl.int64, stride_gd, stride_bt, stride_bh: tl.int64, stride_a, stride_dh: tl.int64, stride_dd,
     stride_ot, stride_oh: tl.int64, stride_od, stride_cu,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, DOUBLED: tl.constexpr, ANCHORED: tl.constexpr, PRODUCTS: tl.constexpr,
+    NORM: tl.constexpr, DOUBLED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     i_hv = tl.program_id(0) % HV
     i_entry = tl.program_id(0) // HV
@@ -180,10 +272,7 @@ def _kernel(
     i_t = i_t.to(tl.int64)
     o_t = tl.arange(0, C)
     if not covered:
-        for i in tl.static_range(0, V, 64):
-            o_v = i + tl.arange(0, 64)
-            p_out = out + i_t * stride_ot + i_hv * stride_oh + o_t[:, None] * stride_ot + o_v[None, :] * stride_od
-            tl.store(p_out, tl.zeros([C, 64], out.dtype.element_ty), (o_t < n)[:, None] & (o_v < V)[None, :])
+        _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V, C)
         n = 0
     if n > 0:
         i_h = i_hv // group
@@ -193,7 +282,6 @@ def _kernel(
         factors += (i_entry.to(tl.int64) * HV + i_hv) * (3 * C * BK)
         pairs += (i_entry.to(tl.int64) * HV + i_hv) * ((3 if PRODUCTS == "bf16" else 2) * C * C)
         decays += (i_entry.to(tl.int64) * HV + i_hv) * BK
-        middle = lower_bound * (LOG2E * (C // 2))
         b_rate = 1.0
         if A_log is not None:
             b_rate = tl.exp(tl.load(A_log + i_hv * stride_a))
@@ -219,25 +307,13 @@ def _kernel(
             b_k = _rows(k, o_t, o_d, stride_kt, stride_kd, n, K, BK) * b_kn
             b_q = _rows(q, o_t, o_d, stride_qt, stride_qd, n, K, BK) * b_qn
             b_all = tl.sum(b_g, 0)
-            if ANCHORED:
-                b_cum = tl.cumsum(b_g, 0)
-                b_kp = b_k * tl.exp2(b_cum - middle + LIFT)
-                b_qp = b_q * tl.exp2(b_cum - middle + LIFT)
-                b_ke = b_k * tl.exp2(middle - b_cum + LIFT)
-                # Above the diagonal these may be infinite: those entries are never looked at.
-                b_Aqk = product(b_qp, tl.trans(b_ke), b_Aqk, PRODUCTS)
-                b_Akk = product(b_kp, tl.trans(b_ke), b_Akk, PRODUCTS)
-                b_kp = b_kp * tl.exp2(middle - LIFT)
-                b_qp = b_qp * (tl.exp2(middle - LIFT) * scale)
-                b_ke = b_ke * tl.exp2(b_all - middle - LIFT)[None, :]
-            else:
-                b_qs, b_ks = _half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
-                b_Aqk += b_qs
-                b_Akk += b_ks
-                b_w = tl.exp2(sums(tl.where(o_j <= o_i, 1.0, 0.0), b_g, PRODUCTS))
-                b_kp = b_k * b_w
-                b_qp = b_q * b_w * scale
-                b_ke = b_k * tl.exp2(sums(tl.where(o_j > o_i, 1.0, 0.0), b_g, PRODUCTS))
+            b_qs, b_ks = half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
+            b_Aqk += b_qs
+            b_Akk += b_ks
+            b_w = tl.exp2(sums(tl.where(o_j <= o_i, 1.0, 0.0), b_g, PRODUCTS))
+            b_kp = b_k * b_w
+            b_qp = b_q * b_w * scale
+            b_ke = b_k * tl.exp2(sums(tl.where(o_j > o_i, 1.0, 0.0), b_g, PRODUCTS))
             p_f = factors + o_i * BK + o_d[None, :]
             tl.store(p_f, (-b_kp).to(factors.dtype.element_ty))
             tl.store(p_f + C * BK, b_qp.to(factors.dtype.element_ty))
@@ -246,12 +322,9 @@ def _kernel(
         p_beta = beta_logits + i_t * stride_bt + i_hv * stride_bh
         b_beta = tl.sigmoid(tl.load(p_beta + o_t * stride_bt, mask=o_t < n, other=0.0).to(tl.float32))
         b_beta = tl.where(o_t < n, b_beta * (2.0 if DOUBLED else 1.0), 0.0)
-        unlift = 1.0
-        if ANCHORED:
-            unlift = tl.exp2(-2.0 * LIFT)
-        b_Aqk = tl.where(o_i >= o_j, b_Aqk * (unlift * scale), 0.0)
-        b_Akk = tl.where(o_i > o_j, b_Akk * (b_beta * unlift)[:, None], 0.0)
-        b_x = _unit_lower_inverse(b_Akk, n, C, "bf16x3" if PRODUCTS == "bf16" else PRODUCTS)
+        b_Aqk = tl.where(o_i >= o_j, b_Aqk * scale, 0.0)
+        b_Akk = tl.where(o_i > o_j, b_Akk * b_beta[:, None], 0.0)
+        b_x = unit_lower_inverse(b_Akk, n, C, "bf16x3" if PRODUCTS == "bf16" else PRODUCTS)
         b_x = b_x * tl.trans(b_beta[:, None])
         p_pairs = pairs + o_i * C + o_j
         if PRODUCTS == "bf16":
@@ -266,11 +339,12 @@ def _kernel(
 
 # T and N change from step to step, and strides of head-major views with them: none of their values may be compiled in.
 # Nor may `width`, which is BK: a loop over channels that the compiler can count it unrolls, and then spills.
-kernel = triton.jit(
-    _kernel,
-    do_not_specialize=["T", "N", "first", "width", "stride_cu", "stride_bt", "stride_bh", "stride_a", "stride_dh"],
-    do_not_specialize_on_alignment=["cu_seqlens", "beta_logits", "A_log"],
-)
+SPARED = {
+    "do_not_specialize": ["T", "N", "first", "stride_cu", "stride_bt", "stride_bh", "stride_a", "stride_dh"],
+    "do_not_specialize_on_alignment": ["cu_seqlens", "beta_logits", "A_log"],
+}
+kernel = triton.jit(_kernel, **SPARED | {"do_not_specialize": SPARED["do_not_specialize"] + ["width"]})
+anchored_kernel = triton.jit(_anchored_kernel, **SPARED)
 
 
 def prepare(
@@ -294,21 +368,33 @@ def prepare(
     qk_l2norm: bool,
     config: Config | None = None,
 ) -> None:
-    """Launches the kernel, a program a chunk number and head; arguments as the module's docstring says.
+    """Launches the kernels, a program a chunk number and head; arguments as the module's docstring says.
 
     No sync, no allocation. A given config overrides `choose`.
     """
     T, H, K = q.shape
     HV, V = out.shape[1:]
     count, _, _, C, BK = factors.shape
-    config = config or choose(Shape(K, out.dtype, gate, lower_bound, qk_l2norm), arch(q.device))
+    shape = Shape(K, out.dtype, gate, lower_bound, qk_l2norm, scale, dt_bias is not None)
+    config = config or choose(shape, arch(q.device))
+    tensors = (q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays)
+    strides = (
+        *q.stride(), *k.stride(), *g_raw.stride(), *beta_logits.stride(),
+        A_log.stride(0) if A_log is not None else 0, *(dt_bias.stride() if dt_bias is not None else (0, 0)),
+        *out.stride(), cu_seqlens.stride(0),
+    )  # fmt: skip
+    N = cu_seqlens.shape[0] - 1
     with current(q.device):
-        kernel[(count * HV,)](
-            q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
-            T, cu_seqlens.shape[0] - 1, first, BK, HV, HV // H, float(lower_bound), float(scale),
-            *q.stride(), *k.stride(), *g_raw.stride(), *beta_logits.stride(),
-            A_log.stride(0) if A_log is not None else 0, *(dt_bias.stride() if dt_bias is not None else (0, 0)),
-            *out.stride(), cu_seqlens.stride(0),
-            K=K, V=V, C=C, BK=BK, BD=config.channels, GATE=gate, NORM=qk_l2norm, DOUBLED=allow_neg_eigval,
-            ANCHORED=config.anchored, PRODUCTS=config.products, **config.options,
-        )  # fmt: skip
+        if config.anchored:
+            anchored_kernel[(count * HV,)](
+                *tensors, T, N, first, HV, HV // H, lower_bound * LOG2E.value, *frame(lower_bound, scale), *strides,
+                K=K, V=V, C=C, BK=BK, BC=config.channels, DOUBLED=allow_neg_eigval, **config.options,
+            )  # fmt: skip
+        else:
+            kernel[(count * HV,)](
+                *tensors, T, N, first, BK, HV, HV // H, float(lower_bound), float(scale), *strides,
+                K=K, V=V, C=C, BK=BK, BD=config.channels, GATE=gate, NORM=qk_l2norm, DOUBLED=allow_neg_eigval,
+                PRODUCTS=config.products, **config.options,
+            )  # fmt: skip
+    if config.anchored:
+        invert(pairs)

@@ -28,6 +28,8 @@ import triton.language as tl
 from thalweg.contract import refuse
 from thalweg.device import arch, current
 from thalweg.kda import chunks
+from thalweg.kda.products import product
+from thalweg.kda.substitution import substitute, unstack
 
 OP = "solve_unit_lower"
 
@@ -76,84 +78,6 @@ def choose(shape: Shape, device: str) -> Config:
 
 
 @triton.jit
-def _halves(b):
-    """b = high + low in bf16. High is b cut off, not rounded: two integer operations a value, and low is exact."""
-    b_bits = b.to(tl.int32, bitcast=True)
-    b_high = (b_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    b_low = b - (b_bits & -65536).to(tl.float32, bitcast=True)
-    return b_high, b_low.to(tl.bfloat16)
-
-
-@triton.jit
-def _product(b_a, b_b, b_acc, PRODUCTS: tl.constexpr):
-    if PRODUCTS == "bf16x3":
-        b_ah, b_al = _halves(b_a)
-        b_bh, b_bl = _halves(b_b)
-        b_acc = tl.dot(b_ah, b_bl, b_acc)
-        b_acc = tl.dot(b_al, b_bh, b_acc)
-        return tl.dot(b_ah, b_bh, b_acc)
-    else:
-        return tl.dot(b_a, b_b, b_acc, input_precision=PRODUCTS)
-
-
-@triton.jit
-def _row(p_row, i: tl.constexpr, TILES: tl.constexpr):
-    """The i entries left of the diagonal in row i of every tile, each `[TILES, 16]`: the same for all 16 columns."""
-    o_four = tl.arange(0, 4)[None, None, :] + tl.zeros([1, 16, 1], tl.int32)
-    entries = ()
-    for first in tl.static_range(0, i, 4):
-        b_four = tl.load(p_row + first + o_four).to(tl.float32)
-        b_even, b_odd = tl.split(tl.reshape(b_four, [TILES, 16, 2, 2]))
-        b_0, b_2 = tl.split(b_even)
-        b_1, b_3 = tl.split(b_odd)
-        entries = entries + (b_0, b_1, b_2, b_3)
-    return entries
-
-
-@triton.jit
-def _join(rows, HALF: tl.constexpr):
-    joined = ()
-    for i in tl.static_range(HALF):
-        joined = joined + (tl.join(rows[i], rows[i + HALF]),)
-    return joined
-
-
-@triton.jit
-def _substitute(p_tile, stride_t, last, TILES: tl.constexpr):
-    """Transposed inverses `[TILES, 16 columns, 16 rows]` of the unit lower tiles at p_tile `[TILES, 1, 1]`.
-
-    Rows past `last` are read from row `last` instead: what they give is not stored and meets only zeros.
-    """
-    o_c = tl.arange(0, 16)[None, :]
-    rows = ()
-    for i in tl.static_range(16):
-        entries = _row(p_tile + tl.minimum(i, last) * stride_t, i, TILES)
-        b_row = tl.where(o_c == i, 1.0, tl.zeros([TILES, 16], tl.float32))
-        for k in tl.static_range(i):
-            b_row -= entries[k] * rows[k]
-        rows = rows + (b_row,)
-    b_tiles = tl.reshape(_join(_join(_join(_join(rows, 8), 4), 2), 1)[0], [TILES, 16, 16, 1])
-    # A sum of one. Without it the compiler sees through the joins and takes operands of four packed values, which
-    # what a product returns does not have: 160 shuffles and selects more at C = 64.
-    return tl.sum(b_tiles, 3)
-
-
-@triton.jit
-def _unstack(b, TILES: tl.constexpr):
-    """`[TILES, 16, 16]` as a tuple of its tiles."""
-    if TILES == 1:
-        return (tl.reshape(b, [16, 16]),)
-    elif TILES == 2:
-        b_0, b_1 = tl.split(tl.permute(b, [1, 2, 0]))
-        return b_0, b_1
-    else:
-        b_even, b_odd = tl.split(tl.permute(tl.reshape(b, [2, 2, 16, 16]), [2, 3, 0, 1]))
-        b_0, b_2 = tl.split(b_even)
-        b_1, b_3 = tl.split(b_odd)
-        return b_0, b_1, b_2, b_3
-
-
-@triton.jit
 def _block(p_in, p_out, stride_in, stride_out, n, diagonal, TILES: tl.constexpr, PRODUCTS: tl.constexpr):
     """Stores the inverse of one block of n rows; diagonal: the transposed inverses of its TILES diagonal tiles."""
     o_r = tl.arange(0, 16)[:, None]
@@ -167,8 +91,8 @@ def _block(p_in, p_out, stride_in, stride_out, n, diagonal, TILES: tl.constexpr,
         for j in tl.static_range(i):
             b_acc = tl.zeros([16, 16], tl.float32)
             for k in tl.static_range(j, i):
-                b_acc = _product(tiles[k * (k + 1) // 2 + j], lowers[k], b_acc, PRODUCTS)
-            tiles = tiles + (_product(b_acc, -diagonal[i], tl.zeros([16, 16], tl.float32), PRODUCTS),)
+                b_acc = product(tiles[k * (k + 1) // 2 + j], lowers[k], b_acc, PRODUCTS)
+            tiles = tiles + (product(b_acc, -diagonal[i], tl.zeros([16, 16], tl.float32), PRODUCTS),)
         tiles = tiles + (diagonal[i],)
         p_row = p_out + (i * 16 + o_r) * stride_out + o_c
         m_row = i * 16 + o_r < n
@@ -210,7 +134,7 @@ def _kernel(
         i_head = tl.minimum(i_h + i_tile // TILES, H - 1).to(tl.int64)  # past H: the last head once more
         o_tile = i_tile % TILES * 16
         p_tile = lower + i_head * stride_lh + o_tile * stride_lt + o_tile
-        diagonals = _unstack(_substitute(p_tile, stride_lt, n - 1 - o_tile, HEADS * TILES), HEADS * TILES)
+        diagonals = unstack(substitute(p_tile, stride_lt, n - 1 - o_tile, HEADS * TILES), HEADS * TILES)
         for i in tl.static_range(HEADS):
             i_head = tl.minimum(i_h + i, H - 1).to(tl.int64)
             _block(lower + i_head * stride_lh, out + i_head * stride_oh, stride_lt, stride_ot, n,
