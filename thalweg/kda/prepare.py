@@ -243,7 +243,7 @@ def _anchored_kernel(
         o_all = tl.arange(0, BC // 64)[None, :, None] * 64 + tl.arange(0, 32)[None, None, :] * 2
         o_all += tl.arange(0, 2)[:, None, None]
         tl.store(decays + o_all, tl.exp2(b_all), mask=o_all < BK)
-        # Both products at once: 64 rows are one wgmma. Right of the diagonal they may be infinite, and are not looked at.
+        # Both products at once: 64 rows are one wgmma. Right of the diagonal may stand infinities, which nothing reads.
         b_rows = tl.reshape(tl.permute(tl.join(b_kp, b_qp), [5, 2, 1, 3, 4, 0]), [2 * C, BC])
         b_scores = tl.dot(b_rows, tl.trans(_unfold(b_ke.to(tl.bfloat16), C, BC)))
         o_i = tl.arange(0, 2 * C)[:, None]

@@ -14,6 +14,8 @@ import triton.language as tl
 from thalweg.device import arch, current
 from thalweg.kda.products import halves, product
 
+BLOCKS = 1  # of one program
+
 
 @triton.jit
 def _row(p_row, i: tl.constexpr, TILES: tl.constexpr):
@@ -72,20 +74,18 @@ def unstack(b, TILES: tl.constexpr):
         return b_0, b_1, b_2, b_3
 
 
-def _kernel(pairs, C: tl.constexpr, TILES: tl.constexpr):
-    """One `[3, C, C]` entry of pairs, C = 32: L with beta on its diagonal, in float32 -> inverse, two bf16 tiles."""
-    pairs += tl.program_id(0).to(tl.int64) * (3 * C * C)
-    p_lower = pairs.to(tl.pointer_type(tl.float32), bitcast=True)
+@triton.jit
+def _inverted(p_x, b_0, b_1, C: tl.constexpr):
+    """Stores the scaled inverse of one block over its L; b_0, b_1: the transposed inverses of its diagonal tiles."""
     o_r = tl.arange(0, 16)[:, None]
     o_c = tl.arange(0, 16)[None, :]
-    i_tile = tl.arange(0, TILES)[:, None, None]
-    b_0, b_1 = unstack(substitute(p_lower + i_tile * (16 * C + 16), C, 15, TILES), TILES)
+    p_lower = p_x.to(tl.pointer_type(tl.float32), bitcast=True)
     b_10 = product(b_0, tl.load(p_lower + (16 + o_c) * C + o_r), tl.zeros([16, 16], tl.float32), "bf16x3")
     b_10 = product(b_10, -b_1, tl.zeros([16, 16], tl.float32), "bf16x3")
     b_beta0 = tl.load(p_lower + o_r * (C + 1))
     b_beta1 = tl.load(p_lower + (16 + o_r) * (C + 1))
     tl.debug_barrier()  # all of L has been read: what follows overwrites it
-    p_x = pairs + o_r * C + o_c
+    p_x += o_r * C + o_c
     tiles = (b_0 * b_beta0, tl.zeros([16, 16], tl.float32), b_10 * b_beta0, b_1 * b_beta1)
     for i in tl.static_range(4):
         b_high, b_low = halves(tl.trans(tiles[i]))
@@ -93,7 +93,19 @@ def _kernel(pairs, C: tl.constexpr, TILES: tl.constexpr):
         tl.store(p_x + (C * C + i // 2 * 16 * C + i % 2 * 16), b_low)
 
 
-kernel = triton.jit(_kernel)
+def _kernel(pairs, count, C: tl.constexpr, BLOCKS: tl.constexpr):
+    """`[3, C, C]` entries of pairs, C = 32: L with beta on its diagonal, in float32 -> inverse, two bf16 tiles."""
+    i_first = tl.program_id(0).to(tl.int64) * BLOCKS
+    i_tile = tl.arange(0, 2 * BLOCKS)[:, None, None]
+    p_lower = pairs.to(tl.pointer_type(tl.float32), bitcast=True)
+    p_tile = p_lower + tl.minimum(i_first + i_tile // 2, count - 1) * (3 * C * C // 2) + i_tile % 2 * (16 * C + 16)
+    tiles = unstack(substitute(p_tile, C, 15, 2 * BLOCKS), 2 * BLOCKS)
+    for i in tl.static_range(BLOCKS):
+        if i_first + i < count:
+            _inverted(pairs + (i_first + i) * (3 * C * C), tiles[2 * i], tiles[2 * i + 1], C)
+
+
+kernel = triton.jit(_kernel, do_not_specialize=["count"])
 
 
 def invert(pairs: torch.Tensor) -> None:
@@ -106,4 +118,6 @@ def invert(pairs: torch.Tensor) -> None:
         # Hides that a tensor is below 2 GB: told so, AMD's pointer pass (Triton 3.6) takes minutes on unrolled rows.
         pairs = triton.reinterpret(pairs, pairs.dtype)
     with current(pairs.device):
-        kernel[(count * HV,)](pairs, C=C, TILES=C // 16, num_warps=1, enable_fp_fusion=True)
+        kernel[(triton.cdiv(count * HV, BLOCKS),)](
+            pairs, count * HV, C=C, BLOCKS=BLOCKS, num_warps=1, enable_fp_fusion=True
+        )
