@@ -24,7 +24,8 @@ TENSOR_CORES = {"sm_90a": (r"wgmma|mma\.sync",), "gfx950": ("v_mfma",)}
 
 
 def launch(K, V, dtype, gate, fused, parameters):
-    from thalweg.kda.prepare import CHUNK, prepare
+    from thalweg.kda.prepare import prepare
+    from thalweg.kda.workspace import CHUNK
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
