@@ -84,6 +84,26 @@ def _prefill_hopper(**call) -> None:
     prefill.prefill(**call, scan=scan_gluon.scan)
 
 
+DECODE_DIMS = (64, 128)
+
+
+def _decode_why_not(call) -> str | None:
+    _, _, V, K = call["state"].shape
+    if K not in DECODE_DIMS or V not in DECODE_DIMS:
+        return f"takes K and V of 64 or 128, got {K} and {V}"
+    for name, first in (("qkv", 1), ("conv_state", 1), ("state", 2), ("conv_weight", 0), ("g_raw", 2), ("out_gate", 2)):
+        x = call[name]
+        if sum(stride * (size - 1) for stride, size in zip(x.stride()[first:], x.shape[first:])) >= 2**31:
+            return f"{name} must have rows and heads of less than 2^31 elements, got strides {tuple(x.stride())}"
+    return _without_triton(call["qkv"])
+
+
+def _decode(**call) -> None:
+    from thalweg.kda import decode
+
+    decode.decode(**call)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
@@ -101,7 +121,10 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
         dispatch.Impl("triton", "chunks of 32, prepared in parallel, then scanned", _prefill_why_not, _prefill),
         *_reference(reference_ops.prefill),
     ),
-    "kda_decode": _reference(reference_ops.decode),
+    "kda_decode": (
+        dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
+        *_reference(reference_ops.decode),
+    ),
     "kda_verify": _reference(reference_ops.verify),
     "kda_commit": _reference(reference_ops.commit),
     "gated_rms_norm": _reference(reference_ops.gated_rms_norm),

@@ -1,0 +1,65 @@
+"""The fused decode step, ahead of time: K, V, W, query and value heads, gate, types, the memory order of the pool."""
+
+import sys
+
+import aot
+import torch
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+WANTED = (  # K, V, W, H, HV, gate, state, activations, weights, channel-major pool
+    (128, 128, 4, 12, 12, "bounded", F32, BF16, F32, True),
+    (128, 128, 4, 32, 32, "soft", BF16, F16, F16, False),
+    (128, 128, 4, 16, 64, "bounded", F32, BF16, BF16, False),
+    (64, 64, 4, 3, 3, "soft", F32, BF16, BF16, True),
+    (64, 128, 3, 4, 8, "given", F32, F32, F32, False),
+    (128, 64, 4, 24, 24, "bounded", F32, BF16, BF16, True),
+)
+WIDE = {
+    "sm_90a": (r"ld\.global\S*v4", r"st\.global\.cs\S*v4"),
+    "gfx950": ("_load_dwordx4", "_store_dwordx4"),
+}
+
+
+def call(K, V, W, H, HV, gate, state, dtype, weights, channels, B=5):
+    """Arguments of the launcher, on the meta device."""
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    C, slots, given = 2 * H * K + HV * V, empty(B, dtype=torch.int32), gate == "given"
+    return {
+        "qkv": empty(B, C),
+        "g_raw": empty(B, HV, K),
+        "beta_logits": empty(B, HV),
+        "out_gate": empty(B, HV, V),
+        "conv_weight": empty(C, W, dtype=weights),
+        "conv_bias": empty(C, dtype=weights) if given else None,
+        "conv_state": empty(9, C, W - 1) if channels else empty(9, W - 1, C).transpose(1, 2),
+        "state": empty(9, HV, V, K, dtype=state),
+        "read_slots": slots,
+        "write_slots": slots,
+        "norm_weight": empty(V, dtype=weights),
+        "norm_eps": 1e-5,
+        "gate": gate,
+        "A_log": None if given else empty(HV, dtype=F32),
+        "dt_bias": None if given else empty(HV, K, dtype=F32),
+        "lower_bound": -5.0,
+        "scale": K**-0.5,
+        "allow_neg_eigval": given,
+        "null_slot": None,
+        "out": empty(B, HV, V),
+    }
+
+
+def builds(target):
+    from thalweg.kda import decode
+
+    found = {}
+    for wanted in WANTED:
+        name = " ".join(str(x).removeprefix("torch.") for x in wanted)
+        found[f"decode {name}"] = aot.Build(lambda w=wanted: decode.decode(**call(*w)), WIDE[target])
+    return found
+
+
+if __name__ == "__main__":
+    aot.main(builds, *sys.argv[1:])
