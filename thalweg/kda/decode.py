@@ -1,4 +1,4 @@
-"""The fused decode step of KDA in portable Triton: one token a row through conv, gate, state and gated norm, one kernel.
+"""The fused decode step of KDA in portable Triton: one token a row, conv, gate, state and gated norm in one kernel.
 
     y = silu(conv(history | qkv))      q, k = y / sqrt(sum y^2 + 1e-6), v = y        a = exp(log decay)
     d = beta (v - (S a) k)             S <- S a + d k^T        o = scale ((S a) q + d (k . q))
@@ -52,7 +52,7 @@ def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     if shape.K * shape.V <= 64 * 128:
         return Config(2, ".cs", "a lane a channel of 64: smaller vectors than lanes are loaded again in every layout")
-    return Config(4, ".cs", "eight lanes share a sum: three exchanges a row and not five; more warps reload every vector")
+    return Config(4, ".cs", "eight lanes share a sum: three exchanges, not five; more warps reload vectors")
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _kernel(
             b_s1 = tl.load(p_s + read * stride_s + K // 4 * stride_sk).to(tl.float32)
             b_s2 = tl.load(p_s + read * stride_s + K // 2 * stride_sk).to(tl.float32)
             b_s3 = tl.load(p_s + read * stride_s + K // 4 * 3 * stride_sk).to(tl.float32)
-            # All of a state is under way before anything waits. That q and k are made again for every value head is free.
+            # All of a state is under way before anything waits; q and k are made anew for every value head, at no cost.
             b_g = tl.load(g_raw + i_b * stride_gb + i_hv * stride_gh + o_k * stride_gk).to(tl.float32)
             b_beta = _sigmoid(tl.load(beta_logits + i_b * stride_bb + i_hv * stride_bh).to(tl.float32))
             b_z = tl.load(out_gate + i_b * stride_zb + i_hv * stride_zh + o_v * stride_zv).to(tl.float32)
@@ -200,11 +200,15 @@ def _kernel(
             b_f0, b_f1, b_f2, b_f3 = _quarters(b_a, K // 4)
             b_k0, b_k1, b_k2, b_k3 = _quarters(b_k, K // 4)
             p_s += write * stride_s
+            b_s0 = b_s0 * b_f0[None, :] + b_d[:, None] * b_k0[None, :]
+            b_s1 = b_s1 * b_f1[None, :] + b_d[:, None] * b_k1[None, :]
+            b_s2 = b_s2 * b_f2[None, :] + b_d[:, None] * b_k2[None, :]
+            b_s3 = b_s3 * b_f3[None, :] + b_d[:, None] * b_k3[None, :]
             dtype = state.dtype.element_ty
-            tl.store(p_s, (b_s0 * b_f0[None, :] + b_d[:, None] * b_k0[None, :]).to(dtype), cache_modifier=STORE)
-            tl.store(p_s + K // 4 * stride_sk, (b_s1 * b_f1[None, :] + b_d[:, None] * b_k1[None, :]).to(dtype), cache_modifier=STORE)
-            tl.store(p_s + K // 2 * stride_sk, (b_s2 * b_f2[None, :] + b_d[:, None] * b_k2[None, :]).to(dtype), cache_modifier=STORE)
-            tl.store(p_s + K // 4 * 3 * stride_sk, (b_s3 * b_f3[None, :] + b_d[:, None] * b_k3[None, :]).to(dtype), cache_modifier=STORE)
+            tl.store(p_s, b_s0.to(dtype), cache_modifier=STORE)
+            tl.store(p_s + K // 4 * stride_sk, b_s1.to(dtype), cache_modifier=STORE)
+            tl.store(p_s + K // 2 * stride_sk, b_s2.to(dtype), cache_modifier=STORE)
+            tl.store(p_s + K // 4 * 3 * stride_sk, b_s3.to(dtype), cache_modifier=STORE)
             b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) * (1.0 / V) + norm_eps) * b_norm * _sigmoid(b_z)
             tl.store(out + j * stride_oh + o_v * stride_ov, b_o.to(out.dtype.element_ty))
         tl.debug_barrier()

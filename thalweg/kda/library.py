@@ -88,14 +88,16 @@ DECODE_DIMS = (64, 128)
 
 
 def _decode_why_not(call) -> str | None:
-    _, _, V, K = call["state"].shape
+    reason, (_, _, V, K) = _without_triton(call["qkv"]), call["state"].shape
+    if reason is not None:
+        return reason
     if K not in DECODE_DIMS or V not in DECODE_DIMS:
         return f"takes K and V of 64 or 128, got {K} and {V}"
     for name, first in (("qkv", 1), ("conv_state", 1), ("state", 2), ("conv_weight", 0), ("g_raw", 2), ("out_gate", 2)):
         x = call[name]
         if sum(stride * (size - 1) for stride, size in zip(x.stride()[first:], x.shape[first:])) >= 2**31:
             return f"{name} must have rows and heads of less than 2^31 elements, got strides {tuple(x.stride())}"
-    return _without_triton(call["qkv"])
+    return None
 
 
 def _decode(**call) -> None:
