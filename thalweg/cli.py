@@ -227,13 +227,17 @@ def bench(
     from thalweg.bench import report
     from thalweg.bench.run import Bench
 
-    rows = list(Bench(op, case or [], device, impl, seed).rows())
+    rows = []
+    for row in Bench(op, case or [], device, impl, seed).rows():
+        rows.append(row)
+        if save:
+            path = report.save(row)
     if as_json:
         print_json([report.line(row) for row in rows])
     else:
         print_table(report.COLUMNS, [report.cells(row) for row in rows])
-    if save:
-        print(f"{len(rows)} rows appended to {report.save(rows)}", file=sys.stderr)
+    if save and rows:
+        print(f"{len(rows)} rows appended to {path}", file=sys.stderr)
     if any(not row.ok and not row.peer for row in rows):
         raise typer.Exit(1)
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,14 +62,14 @@ def line(row: Any) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(row).items() if row.ok or not k.startswith("us")}
 
 
-def save(rows: Sequence[Any], folder: Path | None = None) -> Path:
-    """Appends rows to `results/<gpu>.jsonl` of the source tree (of the current folder elsewhere); returns the path."""
-    folder = folder or (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"
-    name = rows[0].gpu.lower().removeprefix("nvidia ").replace(" ", "-")
+def save(row: Any) -> Path:
+    """Appends a row to `results/<gpu>.jsonl` of the source tree (of the current folder elsewhere); returns the path."""
+    folder = (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"
+    name = row.gpu.lower().removeprefix("nvidia ").replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     with path.open("a") as file:
-        file.writelines(json.dumps(line(row)) + "\n" for row in rows)
+        file.write(json.dumps(line(row)) + "\n")
     return path
 
 
