@@ -3,10 +3,15 @@
 A pool holds NaN in every slot that no row of the call names, so whatever reads one shows.
 """
 
+import importlib.util
+import inspect
+
 import kda_oracle as oracle
+import pytest
 import torch
 
 from thalweg import kda
+from thalweg.kda import library
 
 
 def _heads(HV, K, gate):
@@ -116,3 +121,42 @@ def row_truth(call, b, tokens=None):
     rows = {name: call[name][b][:tokens] if call["qkv"].dim() == 3 else call[name][b : b + 1] for name in names}
     slot = int(call["read_slots"][b])
     return oracle.layer(rows, call, call["conv_state"][slot], call["state"][slot])
+
+
+def moved(x):
+    """x on the GPU with its strides, its offset and whatever lies around it."""
+    return torch.empty(0, dtype=x.dtype, device="cuda").set_(
+        x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride()
+    )
+
+
+def through(op, impl):
+    """The public op by one implementation, for CPU tensors: interpreted, or on a GPU on copies that are written back."""
+    names = list(inspect.signature(op).parameters)
+
+    def run(*args, **call):
+        call = {**dict(zip(names, args)), "impl": impl, **call}
+        if impl == "reference" or not torch.cuda.is_available():
+            library.INTERPRETED, before = True, library.INTERPRETED
+            try:
+                return op(**call)
+            finally:
+                library.INTERPRETED = before
+        there = {name: moved(x) if torch.is_tensor(x) else x for name, x in call.items()}
+        out = op(**there)
+        for name, x in call.items():
+            if torch.is_tensor(x):
+                x.untyped_storage().copy_(there[name].untyped_storage())
+        return call.get("out") if call.get("out") is not None or out is None else out.cpu()
+
+    return run
+
+
+def implementations(name):
+    """For `parametrize`: the op `name` by each of its implementations that may run here."""
+    found = []
+    for impl in library.IMPLS[name]:
+        here = impl.name == "reference" or importlib.util.find_spec("triton")
+        marks = [] if here else pytest.mark.skip(reason="no Triton")
+        found.append(pytest.param(through(getattr(kda, name), impl.name), id=impl.name, marks=marks))
+    return found

@@ -15,7 +15,8 @@ PREFILL = ("prefill-1x8192-h64", "prefill-16x512-h64", "prefill-1x32768-h32", "p
 
 
 def test_every_named_shape_is_there():
-    wanted = {"solve-8192x64", "solve-64x64", "prefill-equal-keys"} | {*PREFILL} | {f"{id}-fast" for id in PREFILL}
+    wanted = {"conv-8192-h64", "conv-16x512-h64", "norm-8192-h64"}
+    wanted |= {"solve-8192x64", "solve-64x64", "prefill-equal-keys"} | {*PREFILL} | {f"{id}-fast" for id in PREFILL}
     shapes = itertools.product((12, 24, 32, 48, 64, 96), (1, 2, 4, 8, 16, 32, 64, 128), ("", "-bf16state"))
     wanted |= {f"decode-h{H}-b{B}{suffix}" for H, B, suffix in shapes}
     wanted |= {f"{op}-{ending}" for op in ("score", "topk", "select") for ending in (*ENDINGS, "p128k-784")}
@@ -61,6 +62,19 @@ def test_prefill_bytes_are_those_of_its_tensors(id):
     args = case.make("meta")
     moved = nbytes(args, "q k v g_raw beta_logits A_log dt_bias") + 2 * nbytes(args, "state") + nbytes(args, "v")
     assert case.bytes == moved
+
+
+@pytest.mark.parametrize("id", ["conv-8192-h64", "conv-16x512-h64"])
+def test_conv_bytes_are_those_of_its_tensors(id):
+    case = cases.TIMED[id]
+    args = case.make("meta")
+    assert case.bytes == 2 * nbytes(args, "x conv_state") + nbytes(args, "weight")
+
+
+def test_norm_bytes_are_those_of_its_tensors():
+    case = cases.TIMED["norm-8192-h64"]
+    args = case.make("meta")
+    assert case.bytes == nbytes(args, "o gate weight gate")
 
 
 @pytest.mark.parametrize("id", ["decode-h12-b1", "decode-h96-b128", "decode-h64-b16-bf16state"])

@@ -3,7 +3,7 @@
 Tests, benchmarks and `thalweg explain` share this list. A case makes the keyword arguments of one public op, on any
 device; on the meta device nothing is allocated. The same case, seed and kind of device give the same values.
 
-Ids: `solve-<tokens>x<heads>`, `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
+Ids: `solve-<tokens>x<heads>`, `conv-` and `norm-<tokens>-h<heads>`, `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
 `decode-h<heads>-b<rows>` (`-bf16state`), `score- topk- select-` and `attend-` with `p<context>` (one request, the last
 4096 rows of a context in units of 1024 tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row
 a request at 128K); attention picks blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold
@@ -66,6 +66,18 @@ def _prefill(id: str, note: str, lengths: list[int], H: int, gates: str = "slow"
     return Case(id, "kda_prefill", note, lambda s: inputs.prefill(s, lengths, H, gates), flops, moved)
 
 
+def _conv(id: str, note: str, lengths: list[int], C: int) -> Case:
+    T, N, W = sum(lengths), len(lengths), 4
+    moved = 2 * C * (2 * T + 2 * N * (W - 1)) + 4 * C * W
+    return Case(id, "kda_conv", note, lambda s: inputs.conv(s, lengths, C, W), T * C * (2 * W + 4), moved)
+
+
+def _norm(id: str, note: str, T: int, H: int) -> Case:
+    V = 128
+    moved = T * H * V * (4 + 2 + 2) + 4 * V
+    return Case(id, "gated_rms_norm", note, lambda s: inputs.norm(s, T, H, V), 8.0 * T * H * V, moved)
+
+
 def _decode(id: str, note: str, H: int, B: int, state_dtype: torch.dtype) -> Case:
     K = V = 128
     width = 2 * K + V
@@ -79,6 +91,11 @@ def _kda_cases() -> list[Case]:
     cases = [
         _solve("solve-8192x64", "16 x 512 tokens, 64 heads, float32 to bfloat16", [512] * 16, 64),
         _solve("solve-64x64", "one chunk, 64 heads, float32 to bfloat16", [64], 64),
+    ]
+    cases += [
+        _conv("conv-8192-h64", "GLM-5.3-Flash, one prompt, q | k | v of 64 heads", [8192], 3 * 64 * 128),
+        _conv("conv-16x512-h64", "the same in 16 sequences", [512] * 16, 3 * 64 * 128),
+        _norm("norm-8192-h64", "GLM-5.3-Flash, float32 in, bfloat16 gate and out", 8192, 64),
     ]
     shapes = [
         ("prefill-1x8192-h64", "GLM-5.3-Flash, one prompt", [8192], 64),

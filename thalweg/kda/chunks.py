@@ -28,9 +28,10 @@ def _offsets(cu_seqlens, stride, o_cu, N, T):
 
 
 @triton.jit
-def locate(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
-    """Returns the first token of chunk number i_chunk, its count of tokens (at most 0: no such chunk), and whether a
-    sequence covers it; cu_seqlens `[N + 1]` int32 or int64, element stride `stride`.
+def place(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
+    """Returns the span of chunk number i_chunk (0 and N + 1 are what no sequence covers, sequence i is span i + 1), the
+    span's first token, the one past its last, and the chunk's first token; cu_seqlens `[N + 1]` int32 or int64, element
+    stride `stride`. A first token at or past the span's end: no such chunk.
     """
     # Offset l puts the start of span k + 1 past i_chunk for every k >= max(l, i_chunk - cu[l] // C): the span sought
     # is the first such k. This needs no sorted offsets, so clipped and never-decreasing comes out by itself.
@@ -47,7 +48,15 @@ def locate(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
         start = tl.maximum(start, tl.max(tl.where(o_cu < i_span, b_cu, 0), 0))
         end = tl.maximum(end, tl.max(tl.where(o_cu <= i_span, b_cu, 0), 0))
     end = tl.where(i_span > N, T, end)
-    i_t = start + (i_chunk - start // C - i_span) * C
+    return i_span, start, end, start + (i_chunk - start // C - i_span) * C
+
+
+@triton.jit
+def locate(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
+    """Returns the first token of chunk number i_chunk, its count of tokens (at most 0: no such chunk), and whether a
+    sequence covers it.
+    """
+    i_span, _, end, i_t = place(cu_seqlens, stride, i_chunk, N, T, C)
     return i_t, tl.minimum(end - i_t, C), (i_span > 0) & (i_span <= N)
 
 

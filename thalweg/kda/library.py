@@ -106,13 +106,62 @@ def _decode(**call) -> None:
     decode.decode(**call)
 
 
+def _conv(**call) -> None:
+    from thalweg.kda import conv
+
+    conv.conv(**call)
+
+
+def _norm_why_not(call) -> str | None:
+    for name in ("o", "gate", "out"):
+        if call[name].dim() > 4:
+            return f"takes up to 4 dimensions, got {name} {list(call[name].shape)}"
+    if call["o"].numel() // call["o"].shape[-1] >= 2**31 - 2**12:
+        return f"takes less than {2**31 - 2**12} rows, got o {list(call['o'].shape)}"
+    return _without_triton(call["o"])
+
+
+def _norm(**call) -> None:
+    from thalweg.kda import norm
+
+    norm.gated_rms_norm(**call)
+
+
+def _tokens_why_not(call) -> str | None:
+    _, _, V, K = call["state"].shape
+    if K > 256 or V > 256:
+        return f"takes K and V up to 256, got state {list(call['state'].shape)}"
+    return _without_triton(call["qkv"])
+
+
+def _split(**call) -> None:
+    from thalweg.kda import split
+
+    split.decode(**call)
+
+
+def _verify(**call) -> None:
+    from thalweg.kda import verify
+
+    verify.verify(**call)
+
+
+def _commit(**call) -> None:
+    from thalweg.kda import verify
+
+    verify.commit(**call)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
         dispatch.Impl("triton", "one pass in Triton, no workspace at any budget", _solve_why_not, _solve),
         *_reference(reference_ops.solve_unit_lower),
     ),
-    "kda_conv": _reference(reference_ops.conv),
+    "kda_conv": (
+        dispatch.Impl("triton", "one launch, each token read once", lambda call: _without_triton(call["x"]), _conv),
+        *_reference(reference_ops.conv),
+    ),
     "kda_prefill": (
         dispatch.Impl(
             "hopper",
@@ -125,11 +174,21 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     ),
     "kda_decode": (
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
+        dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _split),
         *_reference(reference_ops.decode),
     ),
-    "kda_verify": _reference(reference_ops.verify),
-    "kda_commit": _reference(reference_ops.commit),
-    "gated_rms_norm": _reference(reference_ops.gated_rms_norm),
+    "kda_verify": (
+        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _verify),
+        *_reference(reference_ops.verify),
+    ),
+    "kda_commit": (
+        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _commit),
+        *_reference(reference_ops.commit),
+    ),
+    "gated_rms_norm": (
+        dispatch.Impl("triton", "one pass over whole rows", _norm_why_not, _norm),
+        *_reference(reference_ops.gated_rms_norm),
+    ),
 }
 
 
