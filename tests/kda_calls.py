@@ -74,12 +74,12 @@ def run(op, call, **changes):
     return op(**call), call.get("state"), call.get("conv_state")
 
 
-def commit(call, accepted, **changes):
-    """kda_commit of a kda_verify call on copies of the pools: returns (state, conv_state)."""
+def commit(call, accepted, op=kda.kda_commit, **changes):
+    """kda_commit (or `op`, one implementation) of a kda_verify call on copies of the pools: (state, conv_state)."""
     call = {**call, "accepted": torch.tensor(accepted, dtype=torch.int32), **changes}
     for unused in ("out_gate", "norm_weight", "norm_eps"):
         call.pop(unused)
-    _, state, conv_state = run(kda.kda_commit, call)
+    _, state, conv_state = run(op, call)
     return state, conv_state
 
 
@@ -131,7 +131,7 @@ def moved(x):
 
 
 def through(op, impl):
-    """The public op by one implementation, for CPU tensors: interpreted, or on a GPU on copies that are written back."""
+    """The public op by one implementation, for CPU tensors: interpreted, or on a GPU on copies, written back."""
     names = list(inspect.signature(op).parameters)
 
     def run(*args, **call):
@@ -149,14 +149,18 @@ def through(op, impl):
                 x.untyped_storage().copy_(there[name].untyped_storage())
         return call.get("out") if call.get("out") is not None or out is None else out.cpu()
 
+    run.impl = impl
     return run
 
 
 def implementations(name):
-    """For `parametrize`: the op `name` by each of its implementations that may run here."""
+    """For `parametrize`: the op `name` by each of its implementations; what cannot run here is skipped."""
     found = []
     for impl in library.IMPLS[name]:
-        here = impl.name == "reference" or importlib.util.find_spec("triton")
-        marks = [] if here else pytest.mark.skip(reason="no Triton")
+        language = "gluon" if "gluon" in impl.name else impl.name.split("-")[0]
+        here = {"reference": True, "triton": importlib.util.find_spec("triton")}.get(
+            language, torch.cuda.is_available()
+        )
+        marks = [] if here else pytest.mark.skip(reason=f"{impl.name} cannot be interpreted")
         found.append(pytest.param(through(getattr(kda, name), impl.name), id=impl.name, marks=marks))
     return found

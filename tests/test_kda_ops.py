@@ -276,8 +276,6 @@ def test_gated_norm_views_and_no_rows(norm):
     fused = torch.full((7, 3, 100), torch.nan)
     fused[..., 1:81:2] = gate
     buffer = torch.full((7, 3, 50), torch.nan)
-    got = norm(
-        o.transpose(0, 1).contiguous().transpose(0, 1), fused[..., 1:81:2], weight, 1e-5, out=buffer[..., 4:44]
-    )
+    got = norm(o.transpose(0, 1).contiguous().transpose(0, 1), fused[..., 1:81:2], weight, 1e-5, out=buffer[..., 4:44])
     assert calls.same(got, wanted) and buffer[..., :4].isnan().all() and buffer[..., 44:].isnan().all()
     assert norm(o[:0], gate[:0], weight, 1e-5).shape == (0, 3, 40)

@@ -37,6 +37,13 @@ AROUND = ("__init__", "api", "arguments", "library", "reference", "reference_ops
 STAGES = {name_of(p) for p in MODULES if p.parent.name in ("kda", "qsa") and p.stem not in AROUND} | {"thalweg.gluon"}
 
 
+PAGES = {  # pages that compose stages
+    "prefill": ("prepare", "scan"),
+    "split": ("tokens", "steps", "norm"),
+    "verify": ("tokens", "steps", "norm"),
+}
+
+
 def imported(path: Path, top_only: bool = False) -> set[str]:
     """Modules of the package that a file imports (at its top level only, or anywhere)."""
     tree = ast.parse(path.read_text())
@@ -68,10 +75,8 @@ def allowed(module: str) -> set[str]:
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, and how memory is shared out.
-        names = ("chunks", "products", "substitution", "halving", "workspace")
+        names = ("chunks", "products", "substitution", "halving", "workspace", *PAGES.get(module.split(".")[-1], ()))
         pieces = {f"{family}.{name}" for name in names} - {module}
-        if module == f"{family}.prefill":  # the page that composes stages
-            pieces |= {f"{family}.prepare", f"{family}.scan"}
         # A stage: no other stage, not the reference.
         return {"thalweg.contract", "thalweg.device", "thalweg.gluon"} | pieces
     bench = {name for name in NAMES if name.startswith("thalweg.bench")}

@@ -301,8 +301,8 @@ def kda_verify(
     """`kda_decode` of S draft tokens a row, 1 to 8, with both pools left as they are.
 
     qkv `[B, S, C]`, g_raw `[B, S, HV, K]`, beta_logits `[B, S, HV]`, out_gate `[B, S, HV, V]`, out `[B, S, HV, V]`;
-    everything else as in `kda_decode`. Equal to S calls of it on a copy of the pools: with a bfloat16 pool the state
-    is rounded after every token, as it would be in the pool. `kda_commit` then keeps the accepted tokens.
+    everything else as in `kda_decode`. Equal, to rounding, to S calls of it on a copy of the pools: with a bfloat16
+    pool the state is rounded after every token, as it would be in the pool. `kda_commit` then keeps the accepted ones.
     """
     op = "kda_verify"
     lead, device = arguments.expect_drafts(op, qkv), qkv.device
@@ -348,7 +348,8 @@ def kda_commit(
     """Advances both pools by the first accepted[b] of the S tokens that `kda_verify` was given; returns nothing.
 
     accepted `[B]` int32 or int64 on the device, clipped to [0, S]; where it is 0 nothing is written. All else as in
-    `kda_verify`. The pools are then bitwise what accepted[b] calls of `kda_decode` leave.
+    `kda_verify`. The pools are then what accepted[b] calls of `kda_decode` leave: bitwise by the reference, and where
+    sums run in another order a float32 state within 1e-6; the history is always bitwise theirs.
     """
     op = "kda_commit"
     lead, device = arguments.expect_drafts(op, qkv), qkv.device

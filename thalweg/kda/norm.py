@@ -49,8 +49,8 @@ def choose(shape: Shape, device: str) -> Config:
 def rows(o: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> list[tuple[int, int, int, int]]:
     """Sizes and strides of the dimensions that all three tensors' rows can be counted in, outermost first.
 
-    Neighbours are merged where the outer stride is the inner one's times its size, in all three: what remains depends on
-    strides, not on sizes. Only where that leaves more than LEADING are dimensions of size 1 left out.
+    Neighbours are merged where the outer stride is the inner one's times its size, in all three: what remains depends
+    on strides, not on sizes. Only where that leaves more than LEADING are dimensions of size 1 left out.
     """
     merged: list[tuple[int, int, int, int]] = []
     for size, *strides in zip(o.shape[:-1], o.stride(), gate.stride(), out.stride()):
@@ -101,8 +101,8 @@ def _kernel(
     tl.store(p_y, b_y.to(out.dtype.element_ty), m_out)
 
 
-# What changes from step to step: none of these values may be compiled in. Strides that are usually 1 have no type, which
-# would keep that from the compiler: loads would be cut in single elements.
+# What changes from step to step: none of these values may be compiled in. Strides that are usually 1 have no type: it
+# would keep that from the compiler, and loads would be cut in single elements (ten times as long).
 kernel = triton.jit(
     _kernel,
     do_not_specialize=["total", "size1", "size2", "slots", "null_slot", "stride_read", "stride_write"],

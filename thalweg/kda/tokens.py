@@ -69,6 +69,7 @@ class Shape(NamedTuple):
 
     K: int
     V: int
+    S: int
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    if max(shape) <= 128:
-        return Config(1, "four channels a lane: sums stay inside one warp")
-    return Config(2, "four channels a lane")
+    width = max(padded(shape.K), triton.next_power_of_2(shape.V))
+    if shape.S == 1:
+        return Config(max(1, width // 32), "one channel a lane: 3.6 us against 5.0 for one row of 12 heads")
+    return Config(max(1, width // 128), "four channels a lane: the many sums of several tokens stay inside a warp")
 
 
 @triton.jit
@@ -227,7 +229,7 @@ def _kernel(
                 b_k = tl.where(m_k & (t < n), y_k[t], 0.0)
                 queries = queries + (b_q * (tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * scale),)
                 unit_keys = unit_keys + (b_k * tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6),)
-            for j in range(0, group):
+            for j in range(group):
                 i_hv = (i_part * group + j).to(tl.int64)
                 b_rate = 1.0
                 if A_log is not None:
@@ -254,24 +256,24 @@ def _kernel(
                 _roll(qkv + o_c * stride_xc, p_read + o_c * stride_sc, p_write + o_c * stride_sc, m_k, n,
                       stride_xs, stride_sw, W)  # fmt: skip
         else:
-            i_hv = i_part - H
+            i_v = i_part - H
             o_v = tl.arange(0, BV).to(tl.int64)
             m_v = o_v < V
-            o_c = 2 * H * K + i_hv * V + o_v
+            o_r = 2 * H * K + i_v * V + o_v
             y_v = _convolved(
-                qkv + o_c * stride_xc, p_read + o_c * stride_sc, conv_weight + o_c * stride_wc, conv_bias,
-                o_c * stride_bias, m_v, n, stride_xs, stride_sw, stride_ww, S, W, BW,
+                qkv + o_r * stride_xc, p_read + o_r * stride_sc, conv_weight + o_r * stride_wc, conv_bias,
+                o_r * stride_bias, m_v, n, stride_xs, stride_sw, stride_ww, S, W, BW,
             )  # fmt: skip
-            p_v = values + (i_b * HV + i_hv) * (S * V) + o_v
+            p_v = values + (i_b * HV + i_v) * (S * V) + o_v
             for t in tl.static_range(S):
                 tl.store(p_v + t * V, y_v[t], m_v)
             if ROLL:
-                _roll(qkv + o_c * stride_xc, p_read + o_c * stride_sc, p_write + o_c * stride_sc, m_v, n,
+                _roll(qkv + o_r * stride_xc, p_read + o_r * stride_sc, p_write + o_r * stride_sc, m_v, n,
                       stride_xs, stride_sw, W)  # fmt: skip
 
 
-# What changes from step to step: none of these values may be compiled in. Strides that are usually 1 have no type, which
-# would keep that from the compiler: loads would be cut in single elements.
+# What changes from step to step: none of these values may be compiled in. Strides that are usually 1 have no type: it
+# would keep that from the compiler, and loads would be cut in single elements (ten times as long).
 kernel = triton.jit(
     _kernel,
     do_not_specialize=["H", "HV", "slots", "null_slot", "stride_read", "stride_write", "stride_acc"],
@@ -292,7 +294,7 @@ def prepare_tokens(
     B, HV, S, V = handed.values.shape
     K = g_raw.shape[-1]
     H = (qkv.shape[-1] - HV * V) // (2 * K)
-    config = config or choose(Shape(K, V), arch(qkv.device))
+    config = config or choose(Shape(K, V, S), arch(qkv.device))
     zero = (0, 0)
     with current(qkv.device):
         kernel[(B * (H + HV),)](
