@@ -3,7 +3,7 @@
 Tests, benchmarks and `thalweg explain` share this list. A case makes the keyword arguments of one public op, on any
 device; on the meta device nothing is allocated. The same case, seed and kind of device give the same values.
 
-Ids: `solve-<tokens>x<heads>`, `conv-<tokens>-h<heads>` or `conv-<sequences>x<tokens>-h<heads>`, `norm-<tokens>-h<heads>`,
+Ids: `solve-<tokens>x<heads>`, `conv-<tokens>-h<heads>` (or `-<sequences>x<tokens>-`), `norm-<tokens>-h<heads>`,
 `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
 `decode-h<heads>-b<rows>` (`-bf16state`), `score- topk- select-` and `attend-` with `p<context>` (one request, the last
 4096 rows of a context in units of 1024 tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row
