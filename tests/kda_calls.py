@@ -153,10 +153,13 @@ def through(op, impl):
     return run
 
 
-def implementations(name):
-    """For `parametrize`: the op `name` by each of its implementations; what cannot run here is skipped."""
+def implementations(name, but=()):
+    """For `parametrize`: the op `name` by each of its implementations; what cannot run here is skipped.
+
+    but: names of those that take only part of the contract, and have tests of their own.
+    """
     found = []
-    for impl in library.IMPLS[name]:
+    for impl in (impl for impl in library.IMPLS[name] if impl.name not in but):
         language = "gluon" if "gluon" in impl.name else impl.name.split("-")[0]
         here = {"reference": True, "triton": importlib.util.find_spec("triton")}.get(
             language, torch.cuda.is_available()
