@@ -85,7 +85,7 @@ def commit(call, accepted, op=kda.kda_commit, **changes):
 
 def copy(x):
     """A copy with x's strides, holes included."""
-    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return twin.copy_(x)
 
 

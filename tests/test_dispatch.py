@@ -165,3 +165,20 @@ def test_explaining_a_case_sees_the_device_it_would_run_on(monkeypatch):
     monkeypatch.setitem(IMPLS, "kda_prefill", (on_cpu, *IMPLS["kda_prefill"]))
     verdicts = explained(cases.CASES["prefill-1x32768-h32"], "cpu")
     assert seen[0] == "cpu" and verdicts[0].reason == "no" and verdicts[-1].chosen
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx950"))
+def test_b26_a_kernel_made_for_one_architecture_is_taken_there_only(arch, monkeypatch):
+    """The scan with Hopper's own instructions; everywhere else the portable one, and by name never."""
+    from thalweg.kda import library
+
+    case = cases.CASES["prefill-1x8192-h64"]
+    monkeypatch.setattr(library, "arch", lambda device: arch)
+    monkeypatch.setattr(library, "INTERPRETED", True)  # stands for a CUDA device here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    verdicts = {v.name: v for v in explained(case, "cpu")}
+    assert verdicts["hopper"].chosen == (arch == "sm_90") and verdicts["triton"].chosen == (arch != "sm_90")
+    if arch != "sm_90":
+        assert verdicts["hopper"].reason == "made for the sm_90 architecture"
+        with pytest.raises(ValueError, match="impl 'hopper' cannot take this call: made for the sm_90 architecture"):
+            explained(case, "cpu", "hopper")
