@@ -1,5 +1,7 @@
 """KDA prefill on Triton against the float64 definition and the contract, interpreted or on a GPU."""
 
+from pathlib import Path
+
 import kda_calls as calls
 import kda_oracle as oracle
 import pytest
@@ -8,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from thalweg import contract
-from thalweg.kda import prefill, prepare, scan, workspace
+from thalweg.kda import library, prefill, prepare, scan, workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -264,3 +266,41 @@ def test_b31_lengths_and_counts_are_not_compiled_in():
     ):
         said = getattr(module.kernel, "kwargs", None) or vars(module.kernel)
         assert names <= set(said["do_not_specialize"]) and "cu_seqlens" in said["do_not_specialize_on_alignment"]
+
+
+def test_what_the_hopper_form_takes(monkeypatch):
+    """bf16, K = 128, values and outputs that bulk copies can move; the rest is refused with the reason."""
+    monkeypatch.setattr(library, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def why(v=None, K=128, V=128, dtype=BF16):
+        v = torch.zeros(5, 2, V, dtype=dtype) if v is None else v
+        q = torch.zeros(5, 1, K, dtype=dtype)
+        call = {"q": q, "k": q, "v": v, "g_raw": torch.zeros(5, 2, K), "out": torch.empty(5, 2, V, dtype=dtype)}
+        return library.IMPLS["kda_prefill"][0].why_not(call)
+
+    wide = torch.zeros(5, 4, 128, dtype=BF16)
+    assert why() is None and why(V=64) is None and why(wide[:, 1:3]) is None
+    for reason in (why(K=64), why(V=40), why(dtype=F16)):
+        assert reason.startswith("takes K = 128, V a multiple of 64 and bfloat16 values, got K")
+    odd = torch.zeros(5 * 256 + 4, dtype=BF16)
+    bytes_apart = torch.frombuffer(bytearray(5 * 512 + 32), dtype=torch.uint8)
+    off = (2 - bytes_apart.data_ptr()) % 16
+    for v in (
+        wide[:, ::2],
+        wide.transpose(0, 1).contiguous().transpose(0, 1)[:, :2],
+        torch.zeros(5, 128, 2, dtype=BF16).transpose(1, 2),
+        odd[:1280].as_strided((5, 2, 128), (257, 128, 1)),
+        odd[4:].view(5, 2, 128),
+        bytes_apart[off : off + 5 * 512].view(BF16).view(5, 2, 128),
+        torch.zeros(1, 2, 128, dtype=BF16).expand(5, 2, 128),
+    ):
+        assert why(v).startswith("v must have its heads side by side in rows of whole 16 bytes, got strides")
+
+
+def test_b25_nothing_tries_itself_out_on_a_live_pool():
+    """No kernel is tuned by running it, and the first call of a process is as right as any (every test here)."""
+    for module in (prefill, prepare, scan, library):
+        text = Path(module.__file__).read_text()
+        assert "autotune" not in text and "do_bench" not in text

@@ -168,7 +168,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _start(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
     """Address of the first element; 0 where there is none: empty, on the meta device, or known to a trace only."""
     try:
         return tensor.data_ptr()
@@ -185,7 +185,7 @@ def _end(tensor: torch.Tensor, start: int) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = _start(tensor)
+    start = address(tensor)
     return start, _end(tensor, start) if start else 0
 
 
@@ -195,7 +195,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor, span: tuple[int, int] | None 
     span: the addresses of a, where they are known.
     """
     first, last = span or _span(a)
-    start = _start(b)
+    start = address(b)
     if not first or not start or last <= start:
         return False
     end = _end(b, start)

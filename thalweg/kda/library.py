@@ -73,7 +73,7 @@ def _prefill_hopper_why_not(call) -> str | None:
     for name in ("v", "out"):
         x, strides, HV = call[name], call[name].stride(), call[name].shape[1]
         rows = strides[2] == 1 and (HV == 1 or strides[1] == V) and strides[0] >= HV * V
-        if not rows or strides[0] % 8 or x.storage_offset() % 8:
+        if not rows or strides[0] % 8 or x.storage_offset() % 8 or contract.address(x) % 16:
             return f"{name} must have its heads side by side in rows of whole 16 bytes, got strides {tuple(strides)}"
     return None
 
