@@ -64,7 +64,7 @@ def _prefill(**call) -> None:
 
 def _aligned(tensor: torch.Tensor) -> bool:
     """Whether a tensor begins at a multiple of 16 bytes; of one that is only explained, as if its storage did."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # loaded where there are any; asked for addresses they warn
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # there where fakes are; asked for addresses they warn
     if fakes is not None and isinstance(tensor, fakes.FakeTensor):
         return tensor.storage_offset() * tensor.element_size() % 16 == 0
     return contract.address(tensor) % 16 == 0
