@@ -63,6 +63,17 @@ def test_a_workspace_is_refused_by_name():
         kda.kda_prefill(**{**call, "q": shared}, workspace=memory)
 
 
+def test_b33_a_workspace_is_traced():
+    compiled = torch.compile(kda.kda_prefill, fullgraph=True, backend="eager")
+    memory = torch.zeros(10**6, dtype=torch.uint8)
+    for T in (40, 33):
+        call = calls.prefill((T,), H=1, HV=1, K=16, V=16, dtype=BF16)
+        outs = [
+            run(**{**call, "state": call["state"].clone()}, workspace=memory) for run in (kda.kda_prefill, compiled)
+        ]
+        assert calls.same(*outs)
+
+
 @pytest.mark.parametrize("changes", ({"T": -1}, {"K": 0}, {"HV": True}, {"V": 2.0}))
 def test_wrong_counts_are_refused(changes):
     with pytest.raises(ValueError, match=f"kda_prefill_workspace: {next(iter(changes))} must be a count"):

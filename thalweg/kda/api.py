@@ -166,7 +166,7 @@ def kda_prefill(
     checkpoint_slots `[N, M]` with checkpoint_every, a multiple of 64: the state after (j + 1) * checkpoint_every tokens
     of this call's part of sequence i goes to slot [i, j] of the pool too; bad slots and states not reached are skipped.
     out `[T, HV, V]` of v's dtype. workspace: uint8 scratch that spares the call its own, of `kda_prefill_workspace`
-    bytes or fewer, aligned to 16 bytes, overwritten; with it and `out` a GPU call allocates nothing.
+    bytes or fewer, aligned to 16 bytes, of one call at a time; with it and `out` a GPU call allocates nothing.
 
     Per token: S <- S exp(g); S <- S + beta (v - S k) k^T; o = scale S q, read after the write.
     Example: cu_seqlens [0, 3, 3, 70], read_slots [5, 1, 0], write_slots [5, 2, -1]: tokens 0..2 advance slot 5; the
