@@ -20,11 +20,9 @@ WANTED = {
         (128, 128, "bfloat16", "soft", False, True),
     ],
 }
-TENSOR_CORES = {"sm_90a": (r"wgmma|mma\.sync",), "gfx950": ("v_mfma",)}
 
 
-def launch(K, V, dtype, gate, fused, parameters):
-    from thalweg.kda.prepare import prepare
+def launch(prepare, K, V, dtype, gate, fused, parameters):
     from thalweg.kda.workspace import CHUNK
 
     def empty(*shape, dtype=torch.float32):
@@ -43,18 +41,37 @@ def launch(K, V, dtype, gate, fused, parameters):
     )  # fmt: skip
 
 
-def builds(target):
-    import thalweg.kda.prepare  # noqa: F401  what the launch uses must be imported before it
+def demanded(target, wanted):
+    """Instructions of the stage's own file and of the inverse."""
+    if target == "gfx950":
+        return {"prepare": ("v_mfma",), "substitution": ("v_mfma",)}
+    own = ("wgmma.mma_async",) if wanted[2:4] == ("bfloat16", "bounded") else (r"mma\.sync",)
+    return {"prepare": own, "prepare_gluon": (*own, "cp.async", r"mul.rn.bf16x2"), "substitution": (r"mma\.sync",)}
 
-    return {
-        " ".join(("prepare", *map(str, wanted[:4]), *(["fused"] if wanted[4] else []))): aot.Build(
-            lambda wanted=wanted: launch(*wanted),
-            TENSOR_CORES[target],
-            # Some 90 scalar registers of the 102 of gfx950 go to lanes of a vector register, none to memory.
-            most_spilled=400 if target == "gfx950" and wanted[3] == "soft" else 0,
-        )
-        for wanted in WANTED[target]
-    }
+
+def builds(target):
+    import triton
+
+    from thalweg.kda import prepare, prepare_gluon
+
+    later, found = triton.__version__ >= "3.7", {}
+    for wanted in WANTED[target]:
+        name = " ".join((*map(str, wanted[:4]), "fused" * wanted[4]))
+        if target == "gfx950":  # some 90 scalar registers go to lanes of a vector register, none to memory
+            spilled = 400 if wanted[3] == "soft" else 0
+        else:  # the assembler of Triton 3.9 spills a dozen words where that of 3.6 spills none
+            spilled = {"prepare": 64 * later}
+        stages = {"prepare": prepare}
+        if target == "sm_90a" and (wanted[0], *wanted[2:4]) == (128, "bfloat16", "bounded"):
+            stages["prepare_gluon"] = prepare_gluon
+        for stage, module in stages.items():
+            found[f"{stage} {name}"] = aot.Build(
+                lambda module=module, wanted=wanted: launch(module.prepare, *wanted),
+                demanded(target, wanted),
+                {"prepare_gluon": 128},
+                spilled,
+            )
+    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from thalweg import contract
-from thalweg.kda import library, prefill, prepare, scan, workspace
+from thalweg.kda import anchor, library, prefill, prepare, scan, substitution, workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -257,6 +257,33 @@ def test_choices(device):
     for dtype, form in ((BF16, "bf16"), (F32, "ieee"), (F16, "tf32x3" if device == "sm_90" else "ieee")):
         config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True, 0.1, True), device)
         assert config.products == scan.choose(scan.Shape(128, 128, dtype), device).products == form and config.reason
+
+
+def test_the_inverse_of_an_odd_number_of_blocks_in_place():
+    """NaN above the diagonals, and in the third tile, which stays as it is."""
+    lower = (0.3 * torch.randn(3, 1, 32, 32)).tril(-1)
+    beta = torch.rand(3, 1, 32)
+    pairs = torch.full((4, 1, 3, 32, 32), torch.nan, dtype=BF16)  # the last entry lies behind the three
+    given = lower + torch.diag_embed(beta)
+    given[:, :, torch.ones(32, 32).triu(1).bool()] = torch.nan
+    pairs[:3].view(3, 1, -1)[..., :2048].view(torch.float32).copy_(given.flatten(2))
+    pairs = pairs.to(DEVICE)
+    substitution.invert(pairs[:3])
+    wanted = torch.stack([oracle.inverse(lower[i, 0]) * beta[i, 0] for i in range(3)])
+    pairs = pairs.cpu()
+    assert oracle.error(pairs[:3, 0, 0].double() + pairs[:3, 0, 1].double(), wanted) < 1e-4
+    assert pairs[:3, :, 2].isnan().all() and pairs[3].isnan().all()
+
+
+@pytest.mark.parametrize("bound", (-5.0, -1.5, 0.0))
+@pytest.mark.parametrize("scale", (2**-10, 128**-0.5, 1.0, 3.0, 2**10))
+def test_the_anchor_frames_every_exponent(bound, scale):
+    """Operands of the scores stay finite, powers of two are exact in bf16, and undoing them gives the scale back."""
+    octaves, M, unit, down_k, down_q, up_q = anchor.frame(bound, scale)
+    assert round(M) == M and abs(M - 16 * octaves) <= 0.5 and max(-M, M - 32 * octaves) <= 116 and 0 < unit <= 1
+    for power in (down_k, down_q):
+        assert torch.tensor(power, dtype=BF16).item() == power and power >= 2**-126
+    assert unit * up_q == scale and down_k == 2.0**M and down_q == down_k * up_q
 
 
 def test_b31_lengths_and_counts_are_not_compiled_in():

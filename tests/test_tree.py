@@ -74,8 +74,9 @@ def allowed(module: str) -> set[str]:
             return own | shared | {"thalweg.device"}
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
-        # What every stage may use: device functions, and how memory is shared out.
-        names = ("chunks", "products", "substitution", "halving", "workspace", *PAGES.get(module.split(".")[-1], ()))
+        # What every stage may use: device functions, where exponents start, how memory is shared out.
+        names = ("anchor", "chunks", "products", "substitution", "halving", "workspace")
+        names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}
         # A stage: no other stage, not the reference.
         return {"thalweg.contract", "thalweg.device", "thalweg.gluon"} | pieces

@@ -6,10 +6,9 @@ Per chunk of C tokens and value head, G the gate cumulated inside the chunk, Gc 
     Akk = strict_lower(diag(beta) Kp (k exp(-G))^T)       Aqk = lower(Qp (k exp(-G))^T), its diagonal included
     inverse = (I + Akk)^-1 diag(beta)
 
-No exponent is ever taken that could overflow, and none depends on a later token. Where the gate is bounded, G lies
-between 0 and C lower_bound, and is taken from an anchor M in the middle of that range: exp(G - M) and exp(M - G) stay
-within e^80. M is a whole number of octaves, so that Kp and Qp are the operands of the scores times a power of two.
-Where the gate has no such bound, rows meet in halves (`halving`), and every exponent is at most 0.
+No exponent is ever taken that could overflow, and none depends on a later token. Where the gate is bounded, G is taken
+from a constant (`anchor`), so that Kp and Qp are the operands of the scores times a power of two. Where it is not, rows
+meet in halves (`halving`), and every exponent is at most 0.
 
     q, k         [T, H, K]    bfloat16, float16, float32; any strides
     g_raw        [T, HV, K]   raw gate; natural log once activated
@@ -25,7 +24,6 @@ Where the gate has no such bound, rows meet in halves (`halving`), and every exp
 Source: Kimi Linear (arXiv 2510.26692), the chunkwise form; here exponents and inverse are as described above.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,14 +33,13 @@ import triton.language as tl
 
 from thalweg.device import arch, current
 from thalweg.kda import chunks
+from thalweg.kda.anchor import anchored, frame
 from thalweg.kda.halving import half_scores, unit_lower_inverse
 from thalweg.kda.products import halves, sums
 from thalweg.kda.substitution import invert
-from thalweg.kda.workspace import CHUNK
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
-SPAN = 80.0  # natural-log decay that exp of both signs stands in bf16 and float32
 
 
 class Shape(NamedTuple):
@@ -79,28 +76,11 @@ def products(out_dtype: torch.dtype, device: str) -> str:
     return "tf32x3" if out_dtype == torch.float16 and device.startswith("sm_") else "ieee"
 
 
-def anchored(shape: Shape, device: str) -> bool:
-    """Whether one anchor a chunk is exact enough: a bound that keeps both signs within e^80, unit rows, a sane scale,
-    and bf16 results (adding the anchor costs an exponent its last digits, which a float32 result would show).
-    """
-    bounded = shape.gate == "bounded" and 0 <= -shape.lower_bound * CHUNK <= 2 * SPAN
-    return products(shape.out_dtype, device) == "bf16" and bounded and shape.unit and 2**-10 <= shape.scale <= 2**10
-
-
-def frame(lower_bound: float, scale: float) -> tuple[float, float, float, float, float]:
-    """The anchor M in octaves; what q is scaled by (at most 1 where M allows); the powers of two that take the score
-    operands Kp and Qp, and the product of q and k, to what is handed over.
-    """
-    middle = round(lower_bound * LOG2E.value * CHUNK / 2)
-    octaves = max(math.ceil(math.log2(scale)), -126 - middle)
-    return middle, scale * 2.0**-octaves, 2.0**middle, 2.0 ** (middle + octaves), 2.0**octaves
-
-
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     form, nvidia = products(shape.out_dtype, device), device.startswith("sm_")
     width = max(16, triton.next_power_of_2(shape.K))
-    if anchored(shape, device):
+    if anchored(shape.out_dtype, shape.gate, shape.lower_bound, shape.unit, shape.scale):
         # 128 registers are four programs a multiprocessor: 293 us at 8,192 tokens x 64 heads, against 333 at 136.
         # Without a bias, or with K = 256, the compiler needs more, and spills under the cap.
         cap = 128 if nvidia and width <= 128 and shape.biased else None
@@ -196,7 +176,7 @@ def _anchored_kernel(
     if n <= 0:
         tl.store(p_lower + o_r * C + tl.arange(0, C)[None, :], tl.zeros([C, C], tl.float32))
     if n > 0:
-        i_h = i_hv // group
+        i_h = (i_hv.to(tl.int32) // group).to(tl.int64)
         q += i_t * stride_qt + i_h * stride_qh
         k += i_t * stride_kt + i_h * stride_kh
         g_raw += i_t * stride_gt + i_hv * stride_gh
@@ -275,7 +255,7 @@ def _kernel(
         _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V, C)
         n = 0
     if n > 0:
-        i_h = i_hv // group
+        i_h = (i_hv.to(tl.int32) // group).to(tl.int64)
         q += i_t * stride_qt + i_h * stride_qh
         k += i_t * stride_kt + i_h * stride_kh
         g_raw += i_t * stride_gt + i_hv * stride_gh
@@ -387,7 +367,7 @@ def prepare(
     with current(q.device):
         if config.anchored:
             anchored_kernel[(count * HV,)](
-                *tensors, T, N, first, HV, HV // H, lower_bound * LOG2E.value, *frame(lower_bound, scale), *strides,
+                *tensors, T, N, first, HV, HV // H, *frame(lower_bound, scale), *strides,
                 K=K, V=V, C=C, BK=BK, BC=config.channels, DOUBLED=allow_neg_eigval, **config.options,
             )  # fmt: skip
         else:
