@@ -4,12 +4,13 @@
     o   = Qp S + Aqk R                                                    runs beside them and is stored a chunk later
 
 Formulas, arguments and contract are those of `scan`, whose bf16 form this is, with the same roundings; transposed, so
-that the left operand of every product stays in registers. Tiles arrive by bulk copies, STAGES chunks ahead.
+that the left operand of every product stays in registers. A warp of its own copies the tiles, up to STAGES chunks
+ahead; the other four compute.
 
-The order inside a chunk is what counts. Tensor cores run products in the order in which they were given; waiting for
-one costs about 60 cycles, so something is always given before a wait:
+What one warp a scheduler issues counts as much as what the tensor cores do, and a product of 32 columns takes them
+little less than one of 64: so Kp and Qp, and the halves of the inverse, share one product each. In order:
 
-    rhs | decay S, store the last o, refill | inverse rhs, Qp S | halves of R | R^T Ke, Aqk R | next v, next S in bf16
+    S [Kp | Qp] | the last o stored, its stage freed | rhs [high | low] | S decayed | halves of R | R^T Ke, Aqk R
 """
 
 from dataclasses import dataclass, field
@@ -81,25 +82,22 @@ def _good(slot, slots, null_slot):
 
 @gluon.jit
 def _produce(
-    factors, pairs, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr
+    kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr
 ):
     """Copies the tiles of n chunks, the first at entry `row` and token `token`, each into the next free stage."""
-    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
+    s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
     for i in range(n):
         s = i % STAGES
         bar = full.index(s)
         mbarrier.wait(free.index(s), (i // STAGES & 1) ^ 1)
         mbarrier.expect(bar, 3 * C * 128 * 2 + 3 * C * C * 2 + 128 * 4 + C * 64 * 2)
         i_row = row + i * HV
-        i_f = i_row * (3 * C)
-        bulk_load(factors, [i_f, 0], bar, s_kp.index(s))
+        bulk_load(kq, [i_row * (3 * C), 0], bar, s_kq.index(s))
         bulk_load(v, [token + i * C, o_hv], bar, s_v.index(s))
         bulk_load(decays, [i_row, 0], bar, s_d.index(s))
-        bulk_load(pairs, [i_f, 0], bar, s_x.index(s))
-        bulk_load(pairs, [i_f + C, 0], bar, s_xl.index(s))
-        bulk_load(factors, [i_f + C, 0], bar, s_qp.index(s))
-        bulk_load(factors, [i_f + 2 * C, 0], bar, s_ke.index(s))
-        bulk_load(pairs, [i_f + 2 * C, 0], bar, s_a.index(s))
+        bulk_load(xx, [i_row * (3 * C), 0], bar, s_x.index(s))
+        bulk_load(ke, [i_row * (3 * C) + 2 * C, 0], bar, s_ke.index(s))
+        bulk_load(aqk, [i_row * (3 * C) + 2 * C, 0], bar, s_a.index(s))
 
 
 @gluon.jit
@@ -121,20 +119,10 @@ def _halves(b, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _products(w_rhs, b_s, b_sb, tiles, s, RHS: gl.constexpr, LEFT: gl.constexpr, C: gl.constexpr):
-    """From a started rhs on: S and o of a chunk, both started, S two groups before o."""
-    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
-    b_zero = gl.zeros([64, C], gl.float32, RHS)
-    b_rhs = gl.convert_layout(warpgroup_mma_wait(0, [w_rhs]).to(gl.bfloat16), LEFT)
-    w_r = warpgroup_mma(b_rhs, s_xl.index(s).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    w_r = warpgroup_mma(b_rhs, s_x.index(s).permute((1, 0)), w_r, is_async=True)
-    w_o = warpgroup_mma(b_sb, s_qp.index(s).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_high, b_low = _halves(warpgroup_mma_wait(1, [w_r]), LEFT)
-    w_s = warpgroup_mma(b_low, s_ke.index(s), b_s, is_async=True)
-    w_s = warpgroup_mma(b_high, s_ke.index(s), w_s, is_async=True)
-    w_o = warpgroup_mma(b_low, s_a.index(s).permute((1, 0)), w_o, is_async=True)
-    w_o = warpgroup_mma(b_high, s_a.index(s).permute((1, 0)), w_o, is_async=True)
-    return w_s, w_o
+def _apart(b, HALF: gl.constexpr):
+    """The two halves of the columns of b."""
+    b0, b1 = gl.split(gl.permute(gl.reshape(b, [b.shape[0], 2, b.shape[1] // 2]), (0, 2, 1)))
+    return gl.convert_layout(b0, HALF), gl.convert_layout(b1, HALF)
 
 
 @gluon.jit
@@ -157,42 +145,46 @@ def _consume(
     """The state after n chunks, and the outputs of the last one; those of the others are stored here."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, RHS, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v = tiles
-    b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
-    mbarrier.wait(full.index(0), 0)
-    b_v = _values(s_v.index(0), tokens - i_first * C, RHS, C)
-    w_rhs = warpgroup_mma(b_sb, s_kp.index(0).permute((1, 0)), b_v, is_async=True)
-    b_s = b_s * s_d.index(0).load(STATE)
-    for i in range(n - 1):
-        w_s, w_o = _products(w_rhs, b_s, b_sb, tiles, i % STAGES, RHS, LEFT, C)
-        s = (i + 1) % STAGES
-        mbarrier.wait(full.index(s), (i + 1) // STAGES & 1)
-        b_v = _values(s_v.index(s), tokens - (i_first + i + 1) * C, RHS, C)
-        b_s = warpgroup_mma_wait(2, [w_s])
+    s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
+    BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * C, 16])
+    b_none = gl.zeros([64, 2 * C], gl.float32, BOTH)
+    b_zero = gl.zeros([64, C], gl.float32, RHS)
+    b_o = b_zero
+    for i in range(n):
+        s = i % STAGES
         b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
+        mbarrier.wait(full.index(s), i // STAGES & 1)
+        w_c = warpgroup_mma(b_sb, s_kq.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True)
+        if i > 0:
+            s_o.index(i % 2).permute((1, 0)).store(b_o.to(gl.bfloat16))
+            fence_async_shared()
+            tma.store_wait(0)
+            thread_barrier()
+            bulk_store(p_out, [token + (i - 1) * C, o_hv], s_o.index(i % 2))
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES))
+        b_v = _values(s_v.index(s), tokens - (i_first + i) * C, RHS, C)
+        b_rhs, b_q = _apart(warpgroup_mma_wait(0, [w_c]), RHS)
+        b_rhs = gl.convert_layout((b_rhs + b_v).to(gl.bfloat16), LEFT)
+        w_r = warpgroup_mma(b_rhs, s_x.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True)
+        b_s = b_s * s_d.index(s).load(STATE)
+        b_r, b_rl = _apart(warpgroup_mma_wait(0, [w_r]), RHS)
+        b_high, b_low = _halves(b_r + b_rl, LEFT)
+        w_s = warpgroup_mma(b_low, s_ke.index(s), b_s, is_async=True)
+        w_s = warpgroup_mma(b_high, s_ke.index(s), w_s, is_async=True)
+        w_o = warpgroup_mma(b_low, s_a.index(s).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        w_o = warpgroup_mma(b_high, s_a.index(s).permute((1, 0)), w_o, is_async=True)
+        b_s, b_o = warpgroup_mma_wait(0, [w_s, w_o])
+        b_o = b_o + b_q
         if checkpoint_slots is not None:
             _mark(
                 b_s, p_state, stride_s, i_first + i + 1, tokens, checkpoint_slots, slots, null_slot, every, marks,
                 stride_mj,
             )  # fmt: skip
-        b_o = warpgroup_mma_wait(0, [w_o])
-        w_rhs = warpgroup_mma(b_sb, s_kp.index(s).permute((1, 0)), b_v, is_async=True)
-        b_s = b_s * s_d.index(s).load(STATE)
-        s_o.index(i % 2).permute((1, 0)).store(b_o.to(gl.bfloat16))
-        fence_async_shared()
-        tma.store_wait(0)
-        thread_barrier()
-        bulk_store(p_out, [token + i * C, o_hv], s_o.index(i % 2))
-        mbarrier.arrive(free.index(i % STAGES))
-    w_s, w_o = _products(w_rhs, b_s, b_sb, tiles, (n - 1) % STAGES, RHS, LEFT, C)
-    b_s = warpgroup_mma_wait(0, [w_s])
-    if checkpoint_slots is not None:
-        _mark(b_s, p_state, stride_s, i_first + n, tokens, checkpoint_slots, slots, null_slot, every, marks, stride_mj)
-    return b_s, warpgroup_mma_wait(0, [w_o])
+    return b_s, b_o
 
 
 def _kernel(
-    factors, pairs, decays, v, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+    kq, ke, xx, aqk, decays, v, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
     T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s: gl.int64, stride_sh: gl.int64,
     stride_sv, stride_sk, stride_read, stride_write, stride_fresh, stride_mn, stride_mj,
     stride_ot, stride_oh: gl.int64, stride_od,
@@ -224,11 +216,9 @@ def _kernel(
         if fresh is not None:
             anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
         if _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot)):
-            s_kp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
-            s_qp = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
+            s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], WIDE)
             s_ke = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
-            s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
-            s_xl = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
+            s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, C], NARROW)
             s_a = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
             s_d = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decays.layout)
             s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], WIDE)
@@ -240,7 +230,7 @@ def _kernel(
                 mbarrier.init(free.index(i), count=1)
             fence_async_shared()
             thread_barrier()
-            tiles = (s_kp, s_qp, s_ke, s_x, s_xl, s_a, s_d, s_v)
+            tiles = (s_kq, s_ke, s_x, s_a, s_d, s_v)
             row = (base + i_first - first) * HV + i_hv
             token = start + i_first * C
             o_hv = i_hv * V + i_v * BV
@@ -262,7 +252,7 @@ def _kernel(
                         STATE, RHS, C, STAGES,
                     )),
                     (_produce, (
-                        factors, pairs, decays, v, tiles, full, free, row, HV, token, o_hv, n, C, STAGES,
+                        kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C, STAGES,
                     )),
                 ],
                 [1],
@@ -336,7 +326,8 @@ def scan(
     marks = checkpoint_slots.shape[1] if checkpoint_slots is not None else 0
     with current(v.device):
         kernel[(N * HV * (V // config.values),)](
-            _tiles(factors.view(-1, K), C, K, 128), _tiles(pairs.view(-1, C), C, C, 64),
+            _tiles(factors.view(-1, K), 2 * C, K, 128), _tiles(factors.view(-1, K), C, K, 128),
+            _tiles(pairs.view(-1, C), 2 * C, C, 64), _tiles(pairs.view(-1, C), C, C, 64),
             _tiles(decays.view(-1, K), 1, K, 0), *(_tiles(x, C, config.values, 128) for x in flat), cu_seqlens, state,
             read_slots, write_slots, fresh, checkpoint_slots, carry, out,
             T, N, first, count, HV, state.shape[0], -1 if null_slot is None else null_slot, checkpoint_every or 1,
