@@ -10,9 +10,7 @@ WANTED = (  # K, V, W, H, HV, gate, state, activations, weights, channel-major p
     (128, 128, 4, 12, 12, "bounded", F32, BF16, F32, True),
     (128, 128, 4, 32, 32, "soft", BF16, F16, F16, False),
     (128, 128, 4, 16, 64, "bounded", F32, BF16, BF16, False),
-    (64, 64, 4, 3, 3, "soft", F32, BF16, BF16, True),
-    (64, 128, 3, 4, 8, "given", F32, F32, F32, False),
-    (128, 64, 4, 24, 24, "bounded", F32, BF16, BF16, True),
+    (64, 64, 3, 3, 3, "given", F32, F32, F32, True),
 )
 WIDE = {
     "sm_90a": (r"ld\.global\S*v4", r"st\.global\.cs\S*v4"),
@@ -51,6 +49,53 @@ def call(K, V, W, H, HV, gate, state, dtype, weights, channels, B=5):
     }
 
 
+HOPPER = (  # rows times heads; K, V, gate, state, activations, weights, channel-major pool
+    (12, 128, 128, "bounded", F32, BF16, F32, True),
+    (96, 128, 128, "bounded", F32, BF16, F32, True),
+    (4096, 128, 128, "soft", BF16, F16, F16, False),
+    (12, 64, 128, "bounded", F32, BF16, BF16, True),
+)
+
+
+def hopper():
+    import triton
+
+    from thalweg.kda import decode_gluon
+
+    found = {}
+    for heads, K, V, gate, state, *rest in HOPPER:
+        config = decode_gluon.choose(decode_gluon.Shape(heads, V, state), 132)
+        args = call(K, V, 4, 12, 12, gate, state, *rest)
+        found[f"decode_gluon {heads} {K} {V} {gate} {state}".replace("torch.", "")] = aot.Build(
+            lambda args=args, config=config: decode_gluon.decode(**args, config=config),
+            (r"cp\.async\.bulk\.tensor" if config.parts else r"ld\.global\S*v4", r"st\.global\S*v4"),
+            config.max_registers or 128,  # 16 warps a program
+            # At 128 registers Triton 3.9 spills two words, 3.6 none.
+            8 if config.max_registers == 128 and triton.__version__ >= "3.7" else 0,
+        )
+    return found
+
+
+GFX950 = (  # K, V, gate, state, activations, weights, channel-major pool
+    (128, 128, "bounded", F32, BF16, F32, True),
+    (128, 128, "soft", BF16, BF16, BF16, False),
+    (64, 64, "given", F32, F16, F32, False),
+)
+
+
+def gfx950():
+    """State 16 bytes a lane and past the caches (nt); registers for two waves a SIMD."""
+    from thalweg.kda import decode_gfx950
+
+    demands = (r"global_load_dwordx4 .* nt\n", r"global_store_dwordx4 .* nt\n", r"Occupancy: [2-8]\n", "_dpp ")
+    found = {}
+    for K, V, gate, state, *rest in GFX950:
+        args = call(K, V, 4, 12, 12, gate, state, *rest)
+        name = f"decode_gfx950 {K} {V} {gate} {state}".replace("torch.", "")
+        found[name] = aot.Build(lambda args=args: decode_gfx950.decode(**args), demands, 256)
+    return found
+
+
 def builds(target):
     from thalweg.kda import decode
 
@@ -58,7 +103,7 @@ def builds(target):
     for wanted in WANTED:
         name = " ".join(str(x).removeprefix("torch.") for x in wanted)
         found[f"decode {name}"] = aot.Build(lambda w=wanted: decode.decode(**call(*w)), WIDE[target])
-    return found
+    return found | (hopper() if target == "sm_90a" else gfx950())
 
 
 if __name__ == "__main__":

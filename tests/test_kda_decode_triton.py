@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from thalweg.kda import decode
+from thalweg.kda import decode, decode_gluon, library, step_gluon
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -211,3 +211,44 @@ def test_choices_do_not_depend_on_the_batch():
     for K in (64, 128):
         for V in (64, 128):
             assert decode.choose(decode.Shape(K, V), "sm_90").reason
+
+
+def test_the_choice_for_hopper_depends_on_heads_and_multiprocessors_only():
+    """One head a multiprocessor: direct. Fewer, or more: in parts; plain stores from 2,000 heads on."""
+    for heads, parts, store in ((1, 4, ".cs"), (96, 0, ".cs"), (132, 0, ".cs"), (133, 4, ".cs"), (2000, 4, "")):
+        for dtype in (F32, BF16):
+            config = decode_gluon.choose(decode_gluon.Shape(heads, 128, dtype), 132)
+            assert (config.parts, config.store) == (parts, store) and config.reason
+    assert decode_gluon.choose(decode_gluon.Shape(132, 128, F32), 66).parts == 4
+    assert decode_gluon.choose(decode_gluon.Shape(300, 64, F32), 132).parts == 2
+
+
+def hopper_call(**kinds):
+    call = calls.layer(2, **{**SMALL, **kinds})
+    return {**call, "out": torch.empty_like(call["out_gate"]), "write_slots": call["read_slots"]}
+
+
+def test_b34_what_the_gluon_kernels_do_not_take_is_named():
+    call = hopper_call()
+    assert step_gluon.why_not(call) is None
+    assert "query heads" in step_gluon.why_not(hopper_call(HV=2))
+    assert "width 4" in step_gluon.why_not(hopper_call(W=3))
+    for name in ("qkv", "g_raw", "out_gate", "conv_weight", "norm_weight", "conv_bias", "dt_bias", "out"):
+        sparse = torch.empty(*call[name].shape[:-1], 2 * call[name].shape[-1])[..., ::2]
+        assert step_gluon.why_not({**call, name: sparse}).startswith(f"{name} must be contiguous in its last")
+    pool = torch.empty(5, 1, 64, 80)[..., :64]
+    assert "whole heads" in step_gluon.why_not({**call, "state": pool})
+    assert "16-byte" in step_gluon.why_not({**call, "state": torch.empty(5 * 4096 + 1)[1:].view(5, 1, 64, 64)})
+    assert "pool" in step_gluon.why_not({**call, "state": torch.empty(0, 1, 64, 64)})
+
+
+@pytest.mark.parametrize("other", ("sm_80", "sm_89", "sm_120", "gfx942"))
+def test_b26_kernels_of_one_architecture_are_chosen_there_only(other, monkeypatch):
+    call = hopper_call()
+    monkeypatch.setattr(library, "_without_triton", lambda tensor: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for own in ("sm_90", "gfx950"):
+        monkeypatch.setattr(library, "arch", lambda device, own=own: own)
+        assert library._decode_on(own)(call) is None
+        monkeypatch.setattr(library, "arch", lambda device: other)
+        assert library._decode_on(own)(call) == f"made for the {own} architecture"

@@ -161,6 +161,34 @@ def _commit(**call) -> None:
     verify.commit(**call)
 
 
+def _decode_on(name: str):
+    """why_not of a kernel for one architecture, made of the parts in `step_gluon`."""
+
+    def why_not(call) -> str | None:
+        reason = _decode_why_not(call)
+        if reason is not None:
+            return reason
+        if not torch.cuda.is_available() or arch(call["qkv"].device) != name:
+            return f"made for the {name} architecture"
+        from thalweg.kda import step_gluon
+
+        return step_gluon.why_not(call)
+
+    return why_not
+
+
+def _decode_hopper(**call) -> None:
+    from thalweg.kda import decode_gluon
+
+    decode_gluon.decode(**call)
+
+
+def _decode_gfx950(**call) -> None:
+    from thalweg.kda import decode_gfx950
+
+    decode_gfx950.decode(**call)
+
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
@@ -182,7 +210,14 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
         *_reference(reference_ops.prefill),
     ),
     "kda_decode": (
+        dispatch.Impl(
+            "gfx950",
+            "one fused step in Gluon for CDNA4; compiled for the chip, not timed on it",
+            _decode_on("gfx950"),
+            _decode_gfx950,
+        ),
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
+        dispatch.Impl("hopper", "one fused step in Gluon", _decode_on("sm_90"), _decode_hopper),
         dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _split),
         *_reference(reference_ops.decode),
     ),

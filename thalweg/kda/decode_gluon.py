@@ -1,0 +1,177 @@
+"""The fused decode step of KDA for Hopper, in Gluon: the formulas and arguments of `decode`, made of `step_gluon`.
+
+A program a head, in one of two forms with the same arithmetic, and so the same bits:
+
+    direct   the state goes from memory to registers: 16 warps, the shortest way, one program a multiprocessor
+    parts    the state goes to shared memory in bulk copies of 32 rows, each stepped and stored while the next ones
+             arrive: 4 warps and few registers, so that three programs share a multiprocessor (four at bfloat16) and
+             one's arithmetic hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns
+             in order: a history asked for behind a state of 64 KB would wait for it.
+
+Beyond `decode` it wants: HV = H, W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from thalweg.device import arch, current
+from thalweg.gluon import bulk_load, thread_barrier
+from thalweg.kda import step_gluon as step
+
+
+class Shape(NamedTuple):
+    heads: int  # rows times heads
+    V: int
+    state_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """parts: of a state that come and go one after another; 0: the direct form. store: cache modifier of the state's
+    stores. max_registers: a lane, where one more costs a program its place.
+    """
+
+    parts: int
+    num_warps: int
+    store: str
+    max_registers: int | None
+    reason: str = field(compare=False)
+
+    @property
+    def options(self) -> dict[str, int | bool | None]:
+        return {"num_warps": self.num_warps, "maxnreg": self.max_registers, "enable_fp_fusion": True}
+
+
+def choose(shape: Shape, multiprocessors: int) -> Config:
+    """The configuration for a shape on a Hopper GPU; a row's bits are the same in all of them."""
+    if multiprocessors // 5 < shape.heads <= multiprocessors:
+        return Config(0, shape.V // 8, ".cs", None, "a head a multiprocessor: all its warps for one (5.8 us, not 6.7)")
+    # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
+    cap = 168 if shape.state_dtype == torch.float32 else 128
+    if shape.heads < 2000:
+        return Config(shape.V // 32, 4, ".cs", cap, "several programs a multiprocessor; the L2 is left to who waits")
+    return Config(shape.V // 32, 4, "", cap, "from 2,000 heads plain stores are 1 % faster")
+
+
+def _kernel(
+    qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots, norm_weight,
+    A_log, dt_bias, out, desc,
+    H, slots, null_slot, norm_eps, lower_bound, scale,
+    stride_xb: gl.int64, stride_gb: gl.int64, stride_gh: gl.int64, stride_bb: gl.int64, stride_bh: gl.int64,
+    stride_zb: gl.int64, stride_zh: gl.int64, stride_wc, stride_cs: gl.int64, stride_cc: gl.int64, stride_ct: gl.int64,
+    stride_s: gl.int64, stride_sh: gl.int64, stride_read: gl.int64, stride_write: gl.int64, stride_dh,
+    stride_ob: gl.int64, stride_oh: gl.int64,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr, PARTS: gl.constexpr,
+    STORE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """desc: the state pool as rows of K, blocks of ROWS rows; None for the direct form, with one part."""
+    ROWS: gl.constexpr = V // PARTS
+    FIRST: gl.constexpr = step.first_value(K, V)
+    LANES: gl.constexpr = step.LANES
+    VEC: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
+    LS: gl.constexpr = gl.BlockedLayout([2, VEC], [32 // LANES, LANES], [num_warps, 1], [1, 0])
+    LK: gl.constexpr = gl.SliceLayout(0, LS)
+    LV: gl.constexpr = gl.SliceLayout(1, LS)
+    LT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [num_warps, 1], [1, 0])
+    LC: gl.constexpr = gl.SliceLayout(1, LT)
+    LO: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    GROUPS: gl.constexpr = V // step.ROW_GROUP
+    ALL: gl.constexpr = gl.BlockedLayout([GROUPS], [32], [num_warps], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BYTES: gl.constexpr = ROWS * K * (state.dtype.element_ty.primitive_bitwidth // 8)
+    i_b = gl.program_id(1).to(gl.int64)
+    i_h = gl.program_id(0)
+    read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
+    if desc is not None:
+        m_s = gl.allocate_shared_memory(state.dtype.element_ty, [PARTS, ROWS, K], desc.layout)
+        m_b = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+        for part in gl.static_range(PARTS):
+            mbarrier.init(m_b.index(part), count=1)
+        fence_async_shared()
+    # Everything is asked for before the branch, and a barrier keeps it there: the compiler moves loads down to their
+    # uses otherwise, those of the state behind the wait for the history.
+    b_x, b_w, b_g, b_cb, b_db, beta, rate = step.row_inputs(
+        qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, i_b, i_h, H,
+        stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, stride_wc, stride_dh, K, V, C, LC, LT,
+    )  # fmt: skip
+    o_o = gl.arange(0, V, layout=LO)
+    b_z = gl.load(out_gate + i_b * stride_zb + i_h * stride_zh + o_o)
+    b_n = gl.load(norm_weight + o_o)
+    p_o = out + i_b * stride_ob + i_h * stride_oh + o_o
+    o_v = gl.arange(0, ROWS, layout=LV)
+    p_s = state + i_h * stride_sh + o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
+    b_h = step.history(conv_state, read, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
+    if desc is not None:
+        row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
+        for part in gl.static_range(PARTS):
+            mbarrier.expect(m_b.index(part), BYTES, pred=live)
+            bulk_load(desc, [row + part * ROWS, 0], m_b.index(part), m_s.index(part), pred=live)
+    else:
+        b_s = gl.load(p_s + read * stride_s, mask=live, other=0.0)
+        thread_barrier()
+    if live:
+        m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
+        m_o = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
+        m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
+        RATE: gl.constexpr = A_log is not None
+        m_y.store(step.mixed(b_x, b_h, b_w, b_cb, b_g, b_db, rate, lower_bound, RATE, GATE, K, C, LC, LT))
+        thread_barrier()
+        b_q, b_k, b_a, kq = step.vectors(m_y, scale, K, LK)
+        p_s += write * stride_s
+        for part in gl.static_range(PARTS):
+            if desc is not None:
+                mbarrier.wait(m_b.index(part), 0)
+                b_s = m_s.index(part).load(LS)
+            step.advance(
+                b_s, b_q, b_k, b_a, kq, beta, p_s + part * ROWS * K, m_y.slice(FIRST + part * ROWS, ROWS),
+                m_o.slice(part * ROWS, ROWS), m_n.slice(part * (GROUPS // PARTS), GROUPS // PARTS), LV, ROWS, DOUBLED,
+                STORE,
+            )  # fmt: skip
+        step.roll(conv_state, b_x, b_h, write, i_h, H, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
+        thread_barrier()
+        gl.store(p_o, step.normed(b_z, b_n, m_o, m_n, norm_eps, V, LO, ALL).to(out.dtype.element_ty))
+    else:
+        gl.store(p_o, gl.zeros([V], out.dtype.element_ty, LO))
+
+
+kernel = gluon.jit(_kernel, **step.UNSPECIALIZED)
+
+
+def decode(*, config: Config | None = None, **call) -> None:
+    """Launches the kernel, a program a row and head; call: the op's arguments. No sync, no allocation.
+
+    A given config overrides `choose`.
+    """
+    state, out = call["state"], call["out"]
+    B, HV, V = out.shape
+    if B == 0:
+        return
+    config = config or choose(Shape(B * HV, V, state.dtype), multiprocessors(state.device))
+    desc = None
+    if config.parts:
+        K, layout = state.shape[3], gl.NVMMASharedLayout(128, 8 * state.element_size(), 2)
+        desc = TensorDescriptor(state, [step.pool_rows(state), K], [K, 1], [V // config.parts, K], layout)
+    positional, constants = step.arguments(**call, desc=desc)
+    with current(state.device):
+        kernel[(HV, B)](
+            *positional, **constants, PARTS=max(1, config.parts), STORE=config.store, **config.options,
+        )  # fmt: skip
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of an H200 where there is none, so that kernels can be compiled for it."""
+    if device.type != "cuda" or arch(device) != "sm_90":
+        return 132
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
