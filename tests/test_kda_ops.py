@@ -41,7 +41,7 @@ CONV = calls.implementations("kda_conv")
 @pytest.mark.parametrize("W, dtype", ((2, "bfloat16"), (3, "float32"), (4, "bfloat16"), (4, "float16"), (8, "float32")))
 @pytest.mark.parametrize("conv", CONV)
 def test_conv_equals_the_definition(conv, W, dtype):
-    call = conv_call((9, 0, 1, 2, 66), W=W, dtype=FLOAT[dtype])
+    call = conv_call((9, 0, 1, 2, 66 if dtype == "float16" else 18), W=W, dtype=FLOAT[dtype])
     out, _, pool = calls.run(conv, call)
     assert out.dtype == FLOAT[dtype]
     check_conv(call, out, pool)
@@ -110,7 +110,7 @@ def test_b05_conv_of_an_empty_sequence_touches_nothing(conv):
         assert calls.same(pool[[0, 1, 3, 4]], call["conv_state"][[0, 1, 3, 4]]) and pool[2].isfinite().all()
 
 
-@pytest.mark.parametrize("splits", ((40, 5), (40, 1, 1, 1, 1, 1), (64, 1), (63, 2), (1, 2, 65)))
+@pytest.mark.parametrize("splits", ((17, 5), (17, 1, 1, 1, 1, 1), (64, 1), (1, 2, 17)))
 @pytest.mark.parametrize("conv", CONV)
 def test_b14_conv_continues_in_calls_of_any_length(conv, splits):
     call = conv_call((sum(splits),))
@@ -125,7 +125,7 @@ def test_b14_conv_continues_in_calls_of_any_length(conv, splits):
 
 @pytest.mark.parametrize("conv", CONV)
 def test_b12_fresh_reads_nothing(conv):
-    call = conv_call((5, 70))
+    call = conv_call((5, 20))
     fresh = torch.tensor([True, False])
     zeros = calls.copy(call["conv_state"])
     zeros[1] = 0.0
@@ -154,9 +154,9 @@ def test_b09_b29_conv_padding(conv, bad):
 @pytest.mark.parametrize("conv", CONV)
 def test_b08_conv_views(conv):
     """A slice of a fused projection, a time-major pool, a strided weight: the bits of contiguous copies."""
-    call = conv_call((30, 2, 70))
+    call = conv_call((30, 2, 9))
     wanted, _, after = calls.run(conv, call)
-    fused = torch.full((102, 50), torch.nan)
+    fused = torch.full((41, 50), torch.nan)
     fused[:, 3:45:2] = call["x"]
     pool = call["conv_state"].transpose(1, 2).contiguous().transpose(1, 2)
     strided = {**call, "x": fused[:, 3:45:2], "conv_state": pool, "weight": call["weight"].t().contiguous().t()}
@@ -248,7 +248,8 @@ NORM = calls.implementations("gated_rms_norm")
 @pytest.mark.parametrize("V", (1, 40, 128, 1000))
 @pytest.mark.parametrize("norm", NORM)
 def test_gated_norm_equals_the_definition(norm, dtype, V):
-    o, gate = torch.randn(3, 70, V), torch.randn(3, 70, V).to(FLOAT[dtype])
+    rows = 70 if V < 1000 else 12
+    o, gate = torch.randn(3, rows, V), torch.randn(3, rows, V).to(FLOAT[dtype])
     weight = torch.randn(V)
     out = norm(o, gate, weight, 1e-5)
     wanted = oracle.gated_norm(o, gate, weight, 1e-5)

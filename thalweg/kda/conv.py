@@ -52,6 +52,8 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
+    if device == "cpu":
+        return Config(16, 2, min(512, triton.next_power_of_2(shape.channels)), 1, "interpreted: chunks worth crossing")
     lanes = 64 if device.startswith("gfx") else 32
     width = min(512, triton.next_power_of_2(shape.channels))
     # 8192 x 24576 in bf16: 227 us; with eight channels a lane 256 to 284, as fewer programs fit beside one another.

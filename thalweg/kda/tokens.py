@@ -108,26 +108,29 @@ def _decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def _convolved(
-    p_x, p_history, p_weight, bias, o_bias, m, n, stride_xs, stride_sw, stride_ww,
-    S: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """silu(convolution) of S tokens of the channels that the pointers `[BC]` name (bias + o_bias too, if there is one);
-    tokens from n on are not read.
+def _window(
+    p_x, p_history, p_weight, bias, o_bias, m, n, stride_xs, stride_sw, stride_ww, S: tl.constexpr, W: tl.constexpr
+):
+    """What the convolution of the channels that the pointers `[BC]` name needs: the W - 1 inputs before the first token
+    and the S tokens, those from n on zero and not read; the taps; bias + o_bias, or zeros.
     """
-    o_w = tl.arange(0, BW)[None, :]
-    b_w = tl.load(p_weight[:, None] + o_w * stride_ww, mask=m[:, None] & (o_w < W), other=0.0).to(tl.float32)
     window = ()
     for j in tl.static_range(W - 1):
         window = window + (tl.load(p_history + j * stride_sw, mask=m, other=0.0).to(tl.float32),)
     for s in tl.static_range(S):
         window = window + (tl.load(p_x + s * stride_xs, mask=m & (s < n), other=0.0).to(tl.float32),)
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(p_weight + j * stride_ww, mask=m, other=0.0).to(tl.float32),)
     b_bias = tl.zeros([m.shape[0]], tl.float32)
     if bias is not None:
         b_bias = tl.load(bias + o_bias, mask=m, other=0.0).to(tl.float32)
-    taps = ()
-    for j in tl.static_range(W):
-        taps = taps + (tl.sum(tl.where(o_w == j, b_w, 0.0), 1),)
+    return window, taps, b_bias
+
+
+@triton.jit
+def _convolved(window, taps, b_bias, S: tl.constexpr, W: tl.constexpr):
+    """silu(convolution) of the S tokens."""
     outputs = ()
     for s in tl.static_range(S):
         b_y = b_bias
@@ -138,17 +141,50 @@ def _convolved(
 
 
 @triton.jit
-def _roll(p_x, p_history, p_write, m, n, stride_xs, stride_sw, W: tl.constexpr):
-    """Writes the history after n tokens."""
-    window = ()
+def _roll(p_write, window, m, n, stride_sw, S: tl.constexpr, W: tl.constexpr):
+    """Writes the history after n of the window's S tokens, n from 1 to S."""
+    tl.debug_barrier()  # a channel's history may have been read by other lanes than those that write it
     for j in tl.static_range(W - 1):
-        i = n + j - (W - 1)
-        b_old = tl.load(p_history + (n + j) * stride_sw, mask=m & (i < 0), other=0.0).to(tl.float32)
-        b_x = tl.load(p_x + i * stride_xs, mask=m & (i >= 0), other=0.0).to(tl.float32)
-        window = window + (tl.where(i < 0, b_old, b_x),)
-    tl.debug_barrier()  # lanes may hold a channel in different places of different loads: all read, then all write
-    for j in tl.static_range(W - 1):
-        tl.store(p_write + j * stride_sw, window[j].to(p_write.dtype.element_ty), m)
+        b_x = window[j + 1]
+        for i in tl.static_range(2, S + 1):
+            b_x = tl.where(n == i, window[j + i], b_x)
+        tl.store(p_write + j * stride_sw, b_x.to(p_write.dtype.element_ty), m)
+
+
+@triton.jit
+def _gates(p_g, p_beta, A_log, dt_bias, o_a, o_d, m, n, stride_gs, stride_bs, S: tl.constexpr):
+    """Raw gates and beta logits of the S tokens of a value head, its A_log and dt_bias (zeros if absent)."""
+    raw = ()
+    logits = ()
+    for t in tl.static_range(S):
+        raw = raw + (tl.load(p_g + t * stride_gs, mask=m & (t < n), other=0.0),)
+        logits = logits + (tl.load(p_beta + t * stride_bs, mask=t < n, other=0.0),)
+    b_a = 0.0
+    if A_log is not None:
+        b_a = tl.load(A_log + o_a)
+    b_d = tl.zeros([m.shape[0]], tl.float32)
+    if dt_bias is not None:
+        b_d = tl.load(dt_bias + o_d, mask=m, other=0.0)
+    return raw, logits, b_a, b_d
+
+
+@triton.jit
+def _hand_over(
+    queries, unit_keys, raw, logits, b_a, b_d, p_keys, p_pairs, o_k, n, lower_bound,
+    S: tl.constexpr, SPAN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, DOUBLED: tl.constexpr,
+    QUERY: tl.constexpr,
+):  # fmt: skip
+    """Activates the gates of a value head and hands over its keys and pairs, run by run."""
+    b_rate = tl.exp(b_a)
+    decays = ()
+    betas = ()
+    for t in tl.static_range(S):
+        b_g = _decay(raw[t].to(tl.float32), b_rate, b_d, lower_bound, GATE)
+        decays = decays + (tl.where(t < n, b_g, 1.0),)
+        b_beta = tl.sigmoid(logits[t].to(tl.float32)) * (2.0 if DOUBLED else 1.0)
+        betas = betas + (tl.where(t < n, b_beta, 0.0),)
+    for r in tl.static_range(S // SPAN):
+        _run(queries, unit_keys, decays, betas, p_keys, p_pairs, o_k, r * SPAN, SPAN, BK, QUERY)
 
 
 @triton.jit
@@ -194,8 +230,8 @@ def _kernel(
     stride_read, stride_write, stride_acc,
     S: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, GATE: tl.constexpr, DOUBLED: tl.constexpr, QUERY: tl.constexpr, ROLL: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    BW: tl.constexpr = triton.next_power_of_2(W)
     i_part = tl.program_id(0) % (H + HV)
     i_b = (tl.program_id(0) // (H + HV)).to(tl.int64)
     read = tl.load(read_slots + i_b * stride_read).to(tl.int64)
@@ -208,20 +244,29 @@ def _kernel(
         qkv += i_b * stride_xb
         p_read = conv_state + read * stride_s
         p_write = conv_state + write * stride_s
+        g_raw += i_b * stride_gb
+        beta_logits += i_b * stride_bb
         if i_part < H:
-            group = HV // H
             o_k = tl.arange(0, BK).to(tl.int64)
             m_k = o_k < K
             o_q = i_part * K + o_k
             o_c = H * K + o_q
-            y_q = _convolved(
+            # All loads first: none waits for the sums.
+            window_q, taps_q, b_bq = _window(
                 qkv + o_q * stride_xc, p_read + o_q * stride_sc, conv_weight + o_q * stride_wc, conv_bias,
-                o_q * stride_bias, m_k, n, stride_xs, stride_sw, stride_ww, S, W, BW,
+                o_q * stride_bias, m_k, n, stride_xs, stride_sw, stride_ww, S, W,
             )  # fmt: skip
-            y_k = _convolved(
+            window_k, taps_k, b_bk = _window(
                 qkv + o_c * stride_xc, p_read + o_c * stride_sc, conv_weight + o_c * stride_wc, conv_bias,
-                o_c * stride_bias, m_k, n, stride_xs, stride_sw, stride_ww, S, W, BW,
+                o_c * stride_bias, m_k, n, stride_xs, stride_sw, stride_ww, S, W,
             )  # fmt: skip
+            i_hv = i_part.to(tl.int64) * GROUP
+            raw, logits, b_a, b_d = _gates(
+                g_raw + i_hv * stride_gh + o_k * stride_gd, beta_logits + i_hv * stride_bh, A_log, dt_bias,
+                i_hv * stride_a, i_hv * stride_dh + o_k * stride_dd, m_k, n, stride_gs, stride_bs, S,
+            )  # fmt: skip
+            y_q = _convolved(window_q, taps_q, b_bq, S, W)
+            y_k = _convolved(window_k, taps_k, b_bk, S, W)
             queries = ()
             unit_keys = ()
             for t in tl.static_range(S):
@@ -229,47 +274,39 @@ def _kernel(
                 b_k = tl.where(m_k & (t < n), y_k[t], 0.0)
                 queries = queries + (b_q * (tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * scale),)
                 unit_keys = unit_keys + (b_k * tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6),)
-            for j in range(group):
-                i_hv = (i_part * group + j).to(tl.int64)
-                b_rate = 1.0
-                if A_log is not None:
-                    b_rate = tl.exp(tl.load(A_log + i_hv * stride_a))
-                b_db = 0.0
-                if dt_bias is not None:
-                    b_db = tl.load(dt_bias + i_hv * stride_dh + o_k * stride_dd, mask=m_k, other=0.0)
-                decays = ()
-                betas = ()
-                for t in tl.static_range(S):
-                    p_g = g_raw + i_b * stride_gb + t * stride_gs + i_hv * stride_gh + o_k * stride_gd
-                    b_x = tl.load(p_g, mask=m_k & (t < n), other=0.0).to(tl.float32)
-                    decays = decays + (tl.where(t < n, _decay(b_x, b_rate, b_db, lower_bound, GATE), 1.0),)
-                    p_b = beta_logits + i_b * stride_bb + t * stride_bs + i_hv * stride_bh
-                    b_beta = tl.sigmoid(tl.load(p_b, mask=t < n, other=0.0).to(tl.float32))
-                    betas = betas + (tl.where(t < n, b_beta * (2.0 if DOUBLED else 1.0), 0.0),)
-                p_keys = keys + (i_b * HV + i_hv) * (S * 4 * BK)
-                p_pairs = pairs + (i_b * HV + i_hv) * (S * 16)
-                for r in tl.static_range(S // SPAN):
-                    _run(queries, unit_keys, decays, betas, p_keys, p_pairs, o_k, r * SPAN, SPAN, BK, QUERY)
+            keys += (i_b * HV + i_hv) * (S * 4 * BK)
+            pairs += (i_b * HV + i_hv) * (S * 16)
+            _hand_over(queries, unit_keys, raw, logits, b_a, b_d, keys, pairs, o_k, n, lower_bound,
+                       S, SPAN, BK, GATE, DOUBLED, QUERY)  # fmt: skip
+            if GROUP > 1:
+                for _ in range(1, GROUP):
+                    i_hv += 1
+                    keys += S * 4 * BK
+                    pairs += S * 16
+                    raw_j, logits_j, b_aj, b_dj = _gates(
+                        g_raw + i_hv * stride_gh + o_k * stride_gd, beta_logits + i_hv * stride_bh, A_log, dt_bias,
+                        i_hv * stride_a, i_hv * stride_dh + o_k * stride_dd, m_k, n, stride_gs, stride_bs, S,
+                    )  # fmt: skip
+                    _hand_over(queries, unit_keys, raw_j, logits_j, b_aj, b_dj, keys, pairs, o_k, n, lower_bound,
+                               S, SPAN, BK, GATE, DOUBLED, QUERY)  # fmt: skip
             if ROLL:
-                _roll(qkv + o_q * stride_xc, p_read + o_q * stride_sc, p_write + o_q * stride_sc, m_k, n,
-                      stride_xs, stride_sw, W)  # fmt: skip
-                _roll(qkv + o_c * stride_xc, p_read + o_c * stride_sc, p_write + o_c * stride_sc, m_k, n,
-                      stride_xs, stride_sw, W)  # fmt: skip
+                _roll(p_write + o_q * stride_sc, window_q, m_k, n, stride_sw, S, W)
+                _roll(p_write + o_c * stride_sc, window_k, m_k, n, stride_sw, S, W)
         else:
             i_v = i_part - H
             o_v = tl.arange(0, BV).to(tl.int64)
             m_v = o_v < V
             o_r = 2 * H * K + i_v * V + o_v
-            y_v = _convolved(
+            window, taps, b_bias = _window(
                 qkv + o_r * stride_xc, p_read + o_r * stride_sc, conv_weight + o_r * stride_wc, conv_bias,
-                o_r * stride_bias, m_v, n, stride_xs, stride_sw, stride_ww, S, W, BW,
+                o_r * stride_bias, m_v, n, stride_xs, stride_sw, stride_ww, S, W,
             )  # fmt: skip
+            y_v = _convolved(window, taps, b_bias, S, W)
             p_v = values + (i_b * HV + i_v) * (S * V) + o_v
             for t in tl.static_range(S):
                 tl.store(p_v + t * V, y_v[t], m_v)
             if ROLL:
-                _roll(qkv + o_r * stride_xc, p_read + o_r * stride_sc, p_write + o_r * stride_sc, m_v, n,
-                      stride_xs, stride_sw, W)  # fmt: skip
+                _roll(p_write + o_r * stride_sc, window, m_v, n, stride_sw, S, W)
 
 
 # What changes from step to step: none of these values may be compiled in. Strides that are usually 1 have no type: it
@@ -305,5 +342,5 @@ def prepare_tokens(
             *(dt_bias.stride() if dt_bias is not None else zero), *conv_state.stride(), read_slots.stride(0),
             write_slots.stride(0), accepted.stride(0) if accepted is not None else 0,
             S=S, SPAN=span, K=K, V=V, W=conv_weight.shape[1], BK=padded(K), BV=triton.next_power_of_2(V), GATE=gate,
-            DOUBLED=allow_neg_eigval, QUERY=query, ROLL=roll, **config.options,
+            DOUBLED=allow_neg_eigval, QUERY=query, ROLL=roll, GROUP=HV // H, **config.options,
         )  # fmt: skip
