@@ -1,16 +1,18 @@
 # Every command there is; each sets up what it needs.
 #
 #   make demo                       writes text with the model that ships with the package
-#   make test                       the whole test suite, no GPU needed
+#   make test                       the whole test suite, no GPU needed; what needs Triton once more on the newest one
 #   make demo PYTHON=python3 VENV=  uses that Python as it is (torch and the rest installed already) and installs nothing
 #
 # PYTHON       the interpreter that makes the environment, 3.10 or newer
 # VENV         the environment's folder; empty: none is made
+# NEWEST       the Triton of the second pass, laid over the environment; empty: no second pass
 # CONSTRAINTS  pinned versions; empty: the newest that pyproject.toml allows (the default where a GPU driver is found)
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints-cpu.txt)
+NEWEST ?= $(if $(filter Linux,$(shell uname -s)),3.9.0)
 PROMPT ?= class Stack:
 ARGS ?=
 
@@ -21,6 +23,7 @@ RUN := $(VENV)/bin/python
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
+NEWER := $(if $(NEWEST),$(VENV)/triton-$(NEWEST))
 endif
 
 .PHONY: help demo test test-gpu bench lint
@@ -31,8 +34,12 @@ demo: $(BASE)
 	@printf '%s' "$(PROMPT)"
 	@$(RUN) -m thalweg generate "$(PROMPT)" --temperature 0.5 --seed 1 --verify $(ARGS)
 
-test: $(DEV)
-	@$(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))') $(ARGS)
+PYTEST = $(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))')
+test: $(DEV) $(if $(strip $(ARGS)),,$(NEWER))
+	@$(PYTEST) $(ARGS)
+ifneq ($(NEWER),)
+	@$(if $(strip $(ARGS)),,PYTHONPATH=$(NEWER) $(PYTEST) $$(grep -l 'importorskip("triton")' tests/test_*.py))
+endif
 
 test-gpu: $(DEV)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
@@ -54,6 +61,10 @@ define install
 	|| )$(PIP) -e '.$(1)'
 @touch $@
 endef
+
+$(VENV)/triton-%: | $(DEV)
+	@echo "Installing Triton $* into $@, once"
+	@$(PIP) --no-deps --target $@.part triton==$* && rm -rf $@ && mv $@.part $@
 
 $(VENV)/.installed: pyproject.toml $(wildcard constraints-cpu.txt)
 	$(call install)
