@@ -24,8 +24,6 @@ TENSOR_CORES = {"sm_90a": ("mma.sync.aligned.m16n8k",), "gfx950": ("v_mfma",)}
 
 
 def builds(target):
-    import triton
-
     from thalweg.kda import solve
 
     found = {}
@@ -39,8 +37,7 @@ def builds(target):
             ),
             TENSOR_CORES[target] if C > 16 and config.products != "ieee" else (),
             config.max_registers or 512,
-            # At the cap the assembler of Triton 3.9 spills six to twelve words, that of 3.6 none.
-            64 if config.max_registers and triton.__version__ >= "3.7" else 0,
+            newer_spilled=64 if config.max_registers else 0,  # at the cap Triton 3.9 spills six to twelve words
         )
     return found
 
