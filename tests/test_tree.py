@@ -84,7 +84,8 @@ def allowed(module: str) -> set[str]:
     return {
         "thalweg.cases": {"thalweg.inputs"},
         "thalweg.layers": {"thalweg.state"} | API | REFERENCES,
-        "thalweg.model": {"thalweg.state", "thalweg.layers"} | API,
+        "thalweg.graphs": {"thalweg.state", "thalweg.dispatch"},
+        "thalweg.model": {"thalweg.state", "thalweg.layers", "thalweg.graphs"} | API,
         "thalweg.bench": FREE | API | REFERENCES | bench | {"thalweg.cases", "thalweg.model", "thalweg.layers"},
         "thalweg.generate": {"thalweg.model"},
         "thalweg.cli": {"thalweg.cases", "thalweg.model", "thalweg.generate"} | bench,

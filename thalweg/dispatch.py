@@ -5,8 +5,9 @@ why it cannot take a call (`why_not`), or None when it can. An automatic choice 
 implementation runs or raises, and never falls back.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ class Impl:
     name: what a caller writes as `impl=`. note: what it is, in a few words. why_not(call): None when it can take the
     call (argument name -> value, tensors may be on the meta device), else the line of the contract that it cannot
     hold. run(**call): computes, writing into the call's `out` and the arguments the op's schema marks as mutated.
+    syncs: it reads device memory on the host, and so cannot be captured in a CUDA graph.
     """
 
     name: str
     note: str
     why_not: Callable[[Mapping[str, Any]], str | None]
     run: Callable[..., None]
+    syncs: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ def explain(op: str, impls: tuple[Impl, ...], call: Mapping[str, Any], name: str
     return verdicts
 
 
+_watchers: list[list[Impl]] = []
+
+
+@contextmanager
+def watched() -> Iterator[list[Impl]]:
+    """Notes the implementation of every op that runs inside; one that also checks values counts as one that syncs."""
+    used: list[Impl] = []
+    _watchers.append(used)
+    try:
+        yield used
+    finally:
+        _watchers[:] = [other for other in _watchers if other is not used]
+
+
 def define(schema: str, impls: tuple[Impl, ...], check: Callable[..., None]) -> Callable[..., None]:
     """Registers `thalweg::<op>` from a schema that returns nothing, and returns the callable.
 
@@ -94,6 +111,8 @@ def define(schema: str, impls: tuple[Impl, ...], check: Callable[..., None]) -> 
         if checking:
             check(**call)
         impl = pick(op, impls, call, name)
+        for used in _watchers:
+            used.append(replace(impl, syncs=impl.syncs or checking))
         with torch.inference_mode():  # beyond no_grad it spares what views keep for autograd: 15 % of a chunk
             impl.run(**call)
 

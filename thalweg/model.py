@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from thalweg import qsa
+from thalweg.graphs import Replay
 from thalweg.layers import Block, Config
 from thalweg.state import PAGE_TOKENS, KDAState, Pages, QSAState, Step
 
@@ -104,9 +106,12 @@ def few_threads(rows: int) -> Iterator[None]:
 
 
 class Session:
-    """Sequences in flight on one model: caches for `capacity[i]` tokens of each sequence i, lengths, page table."""
+    """Sequences in flight on one model: caches for `capacity[i]` tokens of each sequence i, lengths, page table.
 
-    def __init__(self, model: Decoder, capacity: Sequence[int], impl: str | None = None):
+    On a GPU its steps are replayed as CUDA graphs where the implementations allow it; eager: never.
+    """
+
+    def __init__(self, model: Decoder, capacity: Sequence[int], impl: str | None = None, eager: bool = False):
         config, weight = model.config, model.embed.weight
         self.model, self.impl, self.device = model, impl, weight.device
         self.lengths = [0] * len(capacity)
@@ -115,6 +120,8 @@ class Session:
         self.page_table = self.pages.table.to(self.device)
         self.rope_table = qsa.rope_table(max(capacity), config.rotary_dim, config.rope_theta, self.device)
         self.states = [self._state(kind, len(capacity), sum(needed) + 1, weight.dtype) for kind in config.blocks]
+        mixers = [partial(self._block, i) for i in range(len(config.blocks))]
+        self.replay = Replay([self._embed, *mixers, self._logits], eager)
 
     def _state(self, kind: str, sequences: int, pages: int, dtype: torch.dtype) -> KDAState | QSAState:
         c, H, D = self.model.config, self.model.config.kda_heads, self.model.config.kda_dim
@@ -157,15 +164,19 @@ class Session:
             rope=qsa.rope_rows(self.rope_table, positions),
         )  # fmt: skip
 
-    def _forward(self, tokens: torch.Tensor, pieces: list[tuple[int, int]], decode: bool) -> torch.Tensor:
-        step = self._step(pieces, decode)
-        x = self.model.embed(tokens.to(self.device))
-        for block, state in zip(self.model.blocks, self.states):
-            x = block(x, state, step, self.impl)
+    def _embed(self, tokens: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.model.embed(tokens)
+
+    def _block(self, i: int, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.model.blocks[i](x, self.states[i], step, self.impl)
+
+    def _logits(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.model.logits(x)
+
+    def _advance(self, pieces: list[tuple[int, int]]) -> None:
         for sequence, count in pieces:
             if sequence >= 0:
                 self.lengths[sequence] += count
-        return x
 
     @torch.inference_mode()
     def prefill(self, pieces: list[tuple[int, torch.Tensor]], every_row: bool = False) -> torch.Tensor:
@@ -176,7 +187,11 @@ class Session:
         """
         counts = [len(tokens) for _, tokens in pieces]
         spans = [(sequence, count) for (sequence, _), count in zip(pieces, counts)]
-        x = self._forward(torch.cat([tokens for _, tokens in pieces]), spans, decode=False)
+        step, x = self._step(spans, decode=False), torch.cat([tokens for _, tokens in pieces]).to(self.device)
+        x = self._embed(x, step)
+        for i in range(len(self.states)):
+            x = self._block(i, x, step)
+        self._advance(spans)
         return self.model.logits(x if every_row else x[torch.tensor(counts).cumsum(0).to(x.device) - 1])
 
     @torch.inference_mode()
@@ -184,7 +199,9 @@ class Session:
         """One token of every sequence `[sequences]`; a row that is not live is padding. Logits `[sequences, vocab]`."""
         pieces = [(i if live is None or live[i] else -1, 1) for i in range(len(self.lengths))]
         with few_threads(len(pieces)):
-            return self.model.logits(self._forward(tokens, pieces, decode=True))
+            logits = self.replay(tokens.to(self.device), self._step(pieces, decode=True))
+        self._advance(pieces)
+        return logits
 
 
 @dataclass

@@ -15,7 +15,7 @@ from thalweg.kda import reference_ops
 
 def _reference(run) -> tuple[dispatch.Impl, ...]:
     note = "plain torch, exact float32 arithmetic, any device"
-    return (dispatch.Impl("reference", note, lambda call: None, run),)
+    return (dispatch.Impl("reference", note, lambda call: None, run, syncs=True),)
 
 
 INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong

@@ -11,7 +11,7 @@ from thalweg.qsa import reference_ops
 
 def _reference(run) -> tuple[Impl, ...]:
     note = "plain torch, exact float32 arithmetic, any device"
-    return (Impl(name="reference", note=note, why_not=lambda call: None, run=run),)
+    return (Impl(name="reference", note=note, why_not=lambda call: None, run=run, syncs=True),)
 
 
 IMPLS: dict[str, tuple[Impl, ...]] = {
