@@ -16,6 +16,7 @@ PREFILL = ("prefill-1x8192-h64", "prefill-16x512-h64", "prefill-1x32768-h32", "p
 
 def test_every_named_shape_is_there():
     wanted = {"conv-8192-h64", "conv-16x512-h64", "norm-8192-h64"}
+    wanted |= {f"{op}-h12-b32-s{S}" for op in ("verify", "commit") for S in (4, 8)}
     wanted |= {"solve-8192x64", "solve-64x64", "prefill-equal-keys"} | {*PREFILL} | {f"{id}-fast" for id in PREFILL}
     shapes = itertools.product((12, 24, 32, 48, 64, 96), (1, 2, 4, 8, 16, 32, 64, 128), ("", "-bf16state"))
     wanted |= {f"decode-h{H}-b{B}{suffix}" for H, B, suffix in shapes}
@@ -69,6 +70,17 @@ def test_conv_bytes_are_those_of_its_tensors(id):
     case = cases.TIMED[id]
     args = case.make("meta")
     assert case.bytes == 2 * nbytes(args, "x conv_state") + nbytes(args, "weight")
+
+
+@pytest.mark.parametrize("id", ["verify-h12-b32-s4", "commit-h12-b32-s8"])
+def test_draft_bytes_are_those_of_its_tensors(id):
+    case = cases.TIMED[id]
+    args = case.make("meta")
+    read = nbytes(args, "qkv g_raw beta_logits conv_weight A_log dt_bias read_slots")
+    if case.op == "kda_commit":
+        assert case.bytes == read + nbytes(args, "accepted") + 2 * nbytes(args, "conv_state state")
+    else:
+        assert case.bytes == read + nbytes(args, "norm_weight conv_state state out_gate out_gate")
 
 
 def test_norm_bytes_are_those_of_its_tensors():

@@ -126,4 +126,4 @@ def test_bench_prints_speed_and_memory(capfd, monkeypatch):
     [row] = json.loads(out)
     assert code == 0 and row["prefill_tokens"] == 202 and row["decode_tokens_per_second"] > 0 and row["peak_mb"] > 0
     assert "e2e-small" in refused(capfd, "bench", "e2e", "--case", "e2e-none")
-    assert "OP must be" in refused(capfd, "bench", "nothing")
+    assert "op must be" in refused(capfd, "bench", "nothing")

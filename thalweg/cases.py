@@ -5,7 +5,7 @@ device; on the meta device nothing is allocated. The same case, seed and kind of
 
 Ids: `solve-<tokens>x<heads>`, `conv-<tokens>-h<heads>` (or `-<sequences>x<tokens>-`), `norm-<tokens>-h<heads>`,
 `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
-`decode-h<heads>-b<rows>` (`-bf16state`), `score- topk- select-` and `attend-` with `p<context>` (one request, the last
+`decode-h<heads>-b<rows>` (`-bf16state`), `verify-` and `commit-h<heads>-b<rows>-s<drafts>`, `score- topk- select-` and `attend-` with `p<context>` (one request, the last
 4096 rows of a context in units of 1024 tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row
 a request at 128K); attention picks blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold
 64 tokens or block keys; `-784` has pages of 784 tokens, 196 block keys. `check-*`: small ones
@@ -13,6 +13,7 @@ for every op, with padding, odd strides and NaN wherever nothing may be read; th
 """
 
 import difflib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,20 @@ def _decode(id: str, note: str, H: int, B: int, state_dtype: torch.dtype) -> Cas
     return Case(id, "kda_decode", note, lambda s: inputs.token(s, [B], H, state_dtype=state_dtype), flops, moved)
 
 
+def _drafts(op: str, note: str, H: int, B: int, S: int) -> Case:
+    """kda_verify reads each state once, kda_commit (all S tokens accepted) reads and writes it."""
+    K = V = 128
+    width, commit = 2 * K + V, op == "commit"
+    tokens = 2 * (width + K + 1) + (0 if commit else 2 * 2 * V)
+    pools = (4 * V * K + 2 * 3 * width) * (2 if commit else 1)
+    moved = (
+        B * (H * (pools + S * tokens) + (8 if commit else 4)) + H * 4 * (4 * width + K + 1) + (0 if commit else 4 * V)
+    )
+    flops = B * S * H * (7 * V * K + 8 * width)
+    build = lambda s: inputs.commit(s, [S] * B, S, H) if commit else inputs.token(s, [B, S], H)  # noqa: E731
+    return Case(f"{op}-h{H}-b{B}-s{S}", f"kda_{op}", note, build, flops, moved)
+
+
 def _kda_cases() -> list[Case]:
     cases = [
         _solve("solve-8192x64", "16 x 512 tokens, 64 heads, float32 to bfloat16", [512] * 16, 64),
@@ -107,6 +122,8 @@ def _kda_cases() -> list[Case]:
     cases += [_prefill(id, f"{note}, slow gates", lengths, H) for id, note, lengths, H in shapes]
     cases += [_prefill(f"{id}-fast", f"{note}, fast gates", lengths, H, "fast") for id, note, lengths, H in shapes]
     cases.append(_prefill("prefill-equal-keys", "512 tokens with one key a head, 16 heads", [512], 16, "equal"))
+    for op, S in itertools.product(("verify", "commit"), (4, 8)):
+        cases.append(_drafts(op, f"Kimi K3 at TP 8, 32 rows of {S} drafts", 12, 32, S))
     models = {12: "Kimi K3 at TP 8", 24: "Kimi K3 at TP 4", 32: "Kimi-Linear-48B", 48: "Kimi K3 at TP 2"}
     models |= {64: "GLM-5.3-Flash", 96: "Kimi K3"}
     for state_dtype, suffix in ((F32, ""), (BF16, "-bf16state")):
