@@ -6,10 +6,11 @@ device; on the meta device nothing is allocated. The same case, seed and kind of
 Ids: `solve-<tokens>x<heads>`, `conv-<tokens>-h<heads>` (or `-<sequences>x<tokens>-`), `norm-<tokens>-h<heads>`,
 `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
 `decode-h<heads>-b<rows>` (`-bf16state`), `verify-` and `commit-h<heads>-b<rows>-s<drafts>`,
-`score- topk- select-` and `attend-` with `p<context>` (one request, the last 4096 rows of a context in units of 1024 tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row
-a request at 128K); attention picks blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold
-64 tokens or block keys; `-784` has pages of 784 tokens, 196 block keys. `check-*`: small ones
-for every op, with padding, odd strides and NaN wherever nothing may be read; they are not for timing.
+`score- topk- select-` and `attend-` with `p<context>` (one request, the last 4096 rows of a context in units of 1024
+tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row a request at 128K); attention picks
+blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold 64 tokens or block keys; `-784` has
+pages of 784 tokens, 196 block keys. `check-*`: small ones for every op, with padding, odd strides and NaN wherever
+nothing may be read; they are not for timing.
 """
 
 import difflib
