@@ -54,6 +54,7 @@ class Report:
     """registers a lane, bytes of local memory a lane (what does not fit registers goes there), shared bytes a program.
 
     instructions: of the program, as it lies in memory. missing: what the build demands and the program lacks.
+    occupancy: waves a SIMD, where the compiler says it (AMD's).
     """
 
     registers: int
@@ -61,6 +62,7 @@ class Report:
     shared: int
     instructions: int
     missing: tuple[str, ...] = ()
+    occupancy: int | None = None
 
 
 class _Driver:
@@ -155,7 +157,8 @@ def report(build: Build, kernel, target: str) -> Report:
         missing += (f"{build.most_registers} registers at most (it takes {registers})",)
     if spilled > most_spilled:
         missing += (f"{most_spilled} bytes spilled at most (it spills {spilled})",)
-    return Report(registers, spilled, kernel.metadata.shared, instructions, missing)
+    waves = None if nvidia else int(re.search(r"; Occupancy: (\d+)", text)[1])
+    return Report(registers, spilled, kernel.metadata.shared, instructions, missing, waves)
 
 
 def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:
