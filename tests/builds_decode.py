@@ -58,8 +58,6 @@ HOPPER = (  # rows times heads; K, V, gate, state, activations, weights, channel
 
 
 def hopper():
-    import triton
-
     from thalweg.kda import decode_gluon
 
     found = {}
@@ -70,8 +68,7 @@ def hopper():
             lambda args=args, config=config: decode_gluon.decode(**args, config=config),
             (r"cp\.async\.bulk\.tensor" if config.parts else r"ld\.global\S*v4", r"st\.global\S*v4"),
             config.max_registers or 128,  # 16 warps a program
-            # At 128 registers Triton 3.9 spills two words, 3.6 none.
-            8 if config.max_registers == 128 and triton.__version__ >= "3.7" else 0,
+            newer_spilled=8 if config.max_registers == 128 else 0,
         )
     return found
 
