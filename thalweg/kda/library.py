@@ -88,9 +88,11 @@ def _prefill_hopper_why_not(call) -> str | None:
 
 
 def _prefill_hopper(**call) -> None:
-    from thalweg.kda import prefill, scan_gluon
+    from thalweg.kda import prefill, prepare, prepare_gluon, scan_gluon
 
-    prefill.prefill(**call, scan=scan_gluon.scan)
+    portable = prepare_gluon.why_not(call) is not None
+    stage = prepare.prepare if portable else prepare_gluon.prepare
+    prefill.prefill(**call, prepare=stage, scan=scan_gluon.scan)
 
 
 DECODE_DIMS = (64, 128)
@@ -202,7 +204,7 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "kda_prefill": (
         dispatch.Impl(
             "hopper",
-            "as triton, the scan in Gluon: bulk copies by a warp of their own",
+            "as triton, in Gluon: the scan, and prepare where a bound lets one anchor serve a chunk",
             _prefill_hopper_why_not,
             _prefill_hopper,
         ),
