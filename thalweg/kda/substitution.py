@@ -14,8 +14,6 @@ import triton.language as tl
 from thalweg.device import arch, current
 from thalweg.kda.products import halves, product
 
-BLOCKS = 2  # of one program: 50 us for 16,384 of them on an H200, one 82
-
 
 @triton.jit
 def _row(p_row, i: tl.constexpr, TILES: tl.constexpr):
@@ -67,6 +65,9 @@ def unstack(b, TILES: tl.constexpr):
     elif TILES == 2:
         b_0, b_1 = tl.split(tl.permute(b, [1, 2, 0]))
         return b_0, b_1
+    elif TILES > 4:
+        b_0, b_1 = tl.split(tl.permute(tl.reshape(b, [2, TILES // 2, 16, 16]), [1, 2, 3, 0]))
+        return unstack(b_0, TILES // 2) + unstack(b_1, TILES // 2)
     else:
         b_even, b_odd = tl.split(tl.permute(tl.reshape(b, [2, 2, 16, 16]), [2, 3, 0, 1]))
         b_0, b_2 = tl.split(b_even)
@@ -108,16 +109,24 @@ def _kernel(pairs, count, C: tl.constexpr, BLOCKS: tl.constexpr):
 kernel = triton.jit(_kernel, do_not_specialize=["count"])
 
 
+def choose(device: str) -> int:
+    """Blocks of one program."""
+    # Measured with 16,384 blocks: 50 us with two, 82 with one. Interpreted, a program's steps cost the same for many.
+    return 8 if device == "cpu" else 2
+
+
 def invert(pairs: torch.Tensor) -> None:
     """Every entry of pairs `[count, HV, 3, 32, 32]` bf16, in place: the strictly lower part of L, and beta on its
     diagonal, in float32 where the first two tiles lie -> (I + L)^-1 diag(beta) as high + low bf16. The third tile is
     left alone; what lies above L's diagonal may be NaN. No sync, no allocation.
     """
     count, HV, _, C, _ = pairs.shape
-    if arch(pairs.device).startswith("gfx"):
+    machine = arch(pairs.device)
+    blocks = choose(machine)
+    if machine.startswith("gfx"):
         # Hides that a tensor is below 2 GB: told so, AMD's pointer pass (Triton 3.6) takes minutes on unrolled rows.
         pairs = triton.reinterpret(pairs, pairs.dtype)
     with current(pairs.device):
-        kernel[(triton.cdiv(count * HV, BLOCKS),)](
-            pairs, count * HV, C=C, BLOCKS=BLOCKS, num_warps=1, enable_fp_fusion=True
+        kernel[(triton.cdiv(count * HV, blocks),)](
+            pairs, count * HV, C=C, BLOCKS=blocks, num_warps=1, enable_fp_fusion=True
         )
