@@ -126,6 +126,17 @@ def test_a_defined_op_declares_what_it_writes(probe):
     torch.library.opcheck(op, (torch.ones(3), 2.0, torch.empty(3)))
 
 
+def test_an_implementation_that_must_be_named_is_never_chosen():
+    impls = (
+        Impl("odd", "", lambda call: None, print, only_named="its bits vary"),
+        Impl("plain", "", lambda c: None, print),
+    )
+    assert dispatch.pick("op", impls, {}).name == "plain" and dispatch.pick("op", impls, {}, "odd").name == "odd"
+    assert dispatch.explain("op", impls, {})[0].reason == "only by name: its bits vary"
+    with pytest.raises(ValueError, match="odd: its bits vary"):
+        dispatch.pick("op", impls[:1], {})
+
+
 @pytest.mark.parametrize("op", [*IMPLS])
 def test_every_op_has_a_portable_last_resort(op):
     assert IMPLS[op][-1].name == "reference"

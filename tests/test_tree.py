@@ -41,6 +41,7 @@ PAGES = {  # pages that compose stages
     "prefill": ("prepare", "scan"),
     "split": ("tokens", "steps", "norm"),
     "verify": ("tokens", "steps", "norm"),
+    "select": ("score", "topk"),
 }
 
 

@@ -23,6 +23,7 @@ class Impl:
     call (argument name -> value, tensors may be on the meta device), else the line of the contract that it cannot
     hold. run(**call): computes, writing into the call's `out` and the arguments the op's schema marks as mutated.
     syncs: it reads device memory on the host, and so cannot be captured in a CUDA graph.
+    only_named: why an automatic choice passes it over even where it can take the call.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Impl:
     why_not: Callable[[Mapping[str, Any]], str | None]
     run: Callable[..., None]
     syncs: bool = False
+    only_named: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def pick(op: str, impls: tuple[Impl, ...], call: Mapping[str, Any], name: str | 
         raise ValueError(f"{op}: impl must be one of {known}, got {name!r}")
     reasons = []
     for impl in impls:
-        reason = impl.why_not(call)
+        reason = impl.only_named or impl.why_not(call)
         if reason is None:
             return impl
         reasons.append(f"{impl.name}: {reason}")
@@ -72,6 +74,8 @@ def explain(op: str, impls: tuple[Impl, ...], call: Mapping[str, Any], name: str
         reason = impl.why_not(call)
         if impl.name == chosen:
             reason = f"{impl.note}; named by the caller" if name else f"{impl.note}; first that can take the call"
+        elif reason is None and impl.only_named:
+            reason = f"only by name: {impl.only_named}"
         elif reason is None:
             reason = f"can take the call, but {name or chosen} was " + ("named" if name else "preferred")
         verdicts.append(Verdict(impl.name, impl.name == chosen, reason))

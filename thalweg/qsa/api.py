@@ -200,8 +200,8 @@ def qsa_score(
 
     index_q `[R, Hi, Di]`, block_keys `[pages, page_rows, Di]`. -inf at and past a row's `visible` (clipped to
     [0, num_blocks]), on holes and in padding rows; nothing there reaches a result. Not scaled by 1/sqrt(Di), which
-    cannot change a ranking. A row's scores are the same int32 bits alone, in a pack, in prefill and in decode (promised
-    for 16-bit inputs, whose dots are rounded once; float32 inputs may differ in the last bit on rare occasions).
+    cannot change a ranking. From one implementation a row's scores are the same int32 bits alone, in a pack, in prefill
+    and in decode (promised for 16-bit inputs; float32 inputs may differ in the last bit on rare occasions).
     """
     _expect_score(index_q, block_keys, page_table, row_request, visible, out, num_blocks)
     if out is None:

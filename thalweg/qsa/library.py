@@ -4,6 +4,10 @@ The public functions, with the contract, are in `api`; they validate shapes and 
 Without `check` the ops are safe on the same values: they are clipped, or taken as padding or holes.
 """
 
+import importlib.util
+
+import torch
+
 from thalweg.contract import index_values, refuse
 from thalweg.dispatch import Impl, define
 from thalweg.qsa import reference_ops
@@ -14,12 +18,125 @@ def _reference(run) -> tuple[Impl, ...]:
     return (Impl(name="reference", note=note, why_not=lambda call: None, run=run, syncs=True),)
 
 
+UNPROVEN = "its results on a GPU have yet to be looked at"
+INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong
+MOST_K = 4096  # candidates of one row that a program of the top-k holds are three times as many
+WITHIN = 2**31  # elements that a tile's offsets may span
+
+
+def _without_triton(tensor: torch.Tensor) -> str | None:
+    """Why no Triton kernel can run on this tensor."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if tensor.device.type != "cuda" and not INTERPRETED:
+        return f"takes CUDA tensors, got {tensor.device} ones"
+    return None
+
+
+def _scored_why_not(call) -> str | None:
+    q, keys, table = call["index_q"], call["block_keys"], call["page_table"]
+    if q.dtype != keys.dtype:
+        return f"takes index_q and block_keys of one dtype, got {q.dtype} and {keys.dtype}"
+    if q.shape[1] > 32 or q.shape[2] > 256:
+        return f"takes up to 32 heads of up to 256, got {list(q.shape[1:])}"
+    if 64 * q.stride(0) + q.shape[1] * q.stride(1) >= WITHIN or keys.shape[1] * keys.stride(1) >= WITHIN:
+        return f"64 rows of index_q and a page of block_keys must span less than {WITHIN} elements"
+    if table.shape[1] * keys.shape[1] >= 2**30:
+        return f"takes page tables of less than {2**30} blocks, got {table.shape[1]} x {keys.shape[1]}"
+    return _without_triton(q)
+
+
+def _score_why_not(call) -> str | None:
+    out = call["out"]
+    if 64 * out.stride(0) + 64 * out.stride(1) >= WITHIN or call["num_blocks"] >= 2**30:
+        return f"64 rows of out must span less than {WITHIN} elements, got strides {tuple(out.stride())}"
+    return _scored_why_not(call)
+
+
+def _topk_why_not(call) -> str | None:
+    scores, out = call["scores"], call["out"]
+    if call["k"] > MOST_K:
+        return f"takes k up to {MOST_K}, got {call['k']}"
+    if scores.shape[1] * scores.stride(1) >= WITHIN or call["k"] * out.stride(1) >= WITHIN:
+        return f"a row must span less than {WITHIN} elements, got strides {scores.stride()} and {out.stride()}"
+    return _without_triton(scores)
+
+
+def _select_why_not(call) -> str | None:
+    if call["k"] > MOST_K:
+        return f"takes k up to {MOST_K}, got {call['k']}"
+    if call["k"] * call["out"].stride(1) >= WITHIN:
+        return f"a row of out must span less than {WITHIN} elements, got strides {call['out'].stride()}"
+    return _scored_why_not(call)
+
+
+def _score(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
+    from thalweg.qsa import score
+
+    score.score(index_q, block_keys, page_table, row_request, visible, out)
+
+
+def _topk(scores, visible, out, k) -> None:
+    from thalweg.qsa import topk
+
+    topk.topk(scores, visible, out)
+
+
+def _select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes) -> None:
+    from thalweg.qsa import select
+
+    select.select(index_q, block_keys, page_table, row_request, visible, out, workspace_bytes)
+
+
+def _append_why_not(call) -> str | None:
+    Di = call["q_norm_weight"].shape[0]
+    if Di > 1024:
+        return f"takes heads of up to 1024, got {Di}"
+    return _without_triton(call["index_qk"])
+
+
+def _append(**call) -> None:
+    from thalweg.qsa import append
+
+    append.append(**call)
+
+
+def _attend_why_not(call) -> str | None:
+    q, k, table = call["q"], call["k_cache"], call["page_table"]
+    if q.shape[2] > 256 or q.shape[1] > 64 * k.shape[2]:
+        return f"takes up to 64 query heads a KV head, of up to 256, got q {list(q.shape)} and {k.shape[2]} KV heads"
+    if table.shape[1] * k.shape[1] >= 2**30 or call["block_ids"].shape[1] * call["ratio"] >= 2**30:
+        return f"takes page tables and lists of less than {2**30} tokens, got {table.shape[1]} pages of {k.shape[1]}"
+    if max(q.shape[1] * x.stride(1) for x in (q, call["out"])) >= WITHIN:
+        return f"a row of q and out must span less than {WITHIN} elements, got strides {q.stride()}"
+    return _without_triton(q)
+
+
+def _attend(**call) -> None:
+    from thalweg.qsa import attention
+
+    attention.attend(**call)
+
+
+def _impls(reference, why_not, run, note: str) -> tuple[Impl, ...]:
+    """Fastest first, the portable last resort last."""
+    return Impl("triton", note, why_not, run, only_named=UNPROVEN), *_reference(reference)
+
+
 IMPLS: dict[str, tuple[Impl, ...]] = {
-    "qsa_append": _reference(reference_ops.append),
-    "qsa_score": _reference(reference_ops.score),
-    "qsa_topk": _reference(reference_ops.topk),
-    "qsa_select": _reference(reference_ops.select),
-    "qsa_attend": _reference(reference_ops.attend),
+    "qsa_append": _impls(reference_ops.append, _append_why_not, _append, "one kernel, a program a token and a request"),
+    "qsa_score": _impls(
+        reference_ops.score, _score_why_not, _score, "tiles of rows, or one row a program; keys read once a tile"
+    ),
+    "qsa_topk": _impls(
+        reference_ops.topk, _topk_why_not, _topk, "a sampled threshold, then an exact selection; a program a row"
+    ),
+    "qsa_select": _impls(
+        reference_ops.select, _select_why_not, _select, "score and topk, as many rows at a time as fit the workspace"
+    ),
+    "qsa_attend": _impls(
+        reference_ops.attend, _attend_why_not, _attend, "gathers row by row; few rows split over programs, same bits"
+    ),
 }
 
 

@@ -1,0 +1,135 @@
+"""`qsa_attend` on Triton, interpreted or on a GPU: whole rows and segments, against float64 and each other."""
+
+import pytest
+import torch
+from test_qsa_attend import Cache
+
+pytest.importorskip("triton")
+
+from thalweg import cases
+from thalweg.bench import check as checks
+from thalweg.qsa import attention, library
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS, OWNER, POSITIONS = [61, 7, 200], [0, 2, 1, 0], [60, 199, 6, 0]
+WORST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}  # weights and outputs of 16 bits
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    monkeypatch.setattr(attention, "SEGMENT", 32)
+
+
+def run(cache, q, owner, positions, ids, split=False, listed=False, ratio=4, scale=None, tokens=32, **options):
+    there = [x.to(DEVICE) for x in (q, *cache.pool.unbind(3), cache.table, owner, positions, ids)]
+    options = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in options.items()}
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
+    config = attention.Config(split, listed, tokens, 4, 3, "")
+    attention.attend(*there, out, ratio, scale or q.shape[-1] ** -0.5, config=config, **options)
+    return out.cpu()
+
+
+def check(cache, call, want, **options):
+    """Both forms: as near the truth as their dtype lets them be, and the same bits."""
+    whole, split = (run(cache, *call, split=form, **options) for form in (False, True))
+    assert torch.equal(whole, run(cache, *call, listed=True, **options))
+    assert torch.equal(whole, split) and not whole.isnan().any()
+    assert (whole.double() - want).norm() <= WORST[whole.dtype] * want.norm()
+    return whole
+
+
+@pytest.mark.parametrize("page,dtype", ((7, torch.bfloat16), (64, torch.float16), (784, torch.float32)))
+def test_equals_the_slow_one_over_poisoned_pages(page, dtype):
+    cache = Cache(LENGTHS, page, dtype=dtype)
+    call = cache.rows(OWNER, POSITIONS, 13)
+    want = cache.want(*call)
+    cache.poison(*call[1:])
+    check(cache, call, want)
+
+
+@pytest.mark.parametrize("ratio,k", ((1, 9), (3, 4), (8, 1), (4, 0)))
+def test_any_ratio_and_budget(ratio, k):
+    cache = Cache(LENGTHS, 10)
+    call = cache.rows(OWNER, POSITIONS, k, ratio)
+    want = cache.want(*call, ratio=ratio, scale=0.3)
+    cache.poison(*call[1:], ratio=ratio)
+    check(cache, call, want, ratio=ratio, scale=0.3)
+
+
+def test_bits_do_not_depend_on_company_or_the_order_of_pages():
+    cache = Cache([150], 8, q_heads=2, kv_heads=1)
+    call = cache.rows([0] * 6, list(range(144, 150)), 12)
+    want, order = run(cache, *call), torch.randperm(6)
+    assert torch.equal(run(cache, *(x[order] for x in call)), want[order])
+    assert torch.equal(run(cache, *(x[2:3] for x in call), split=True)[0], want[2])
+    shuffle = torch.randperm(len(cache.pool))
+    cache.pool, place = cache.pool[shuffle], shuffle.argsort().int()
+    cache.table = torch.where(cache.table >= 0, place[cache.table.clamp(min=0).long()], -1)
+    assert torch.equal(run(cache, *call), want)
+
+
+@pytest.mark.parametrize("scales", ((None, None), (0.5, 0.03)))
+def test_b22_fp8_cache_with_nan_in_what_is_not_selected(scales):
+    cache = Cache([200, 90], 64, q_heads=4, kv_heads=1, D=64)
+    k_scale, v_scale = (s or 1.0 for s in scales)
+    factor = torch.tensor([k_scale, v_scale])[:, None]
+    cache.kv = [(x / factor).to(torch.float8_e4m3fn).double() * factor for x in cache.kv]
+    call = cache.rows([0, 1, 0], [199, 88, 130], 7)
+    want = cache.want(*call)
+    cache.poison(*call[1:])
+    cache.pool = (cache.pool / factor).to(torch.float8_e4m3fn)
+    assert cache.pool.float().isnan().any()
+    check(cache, call, want, k_scale=scales[0], v_scale=scales[1])
+
+
+def test_gate_holes_and_rows_with_nothing_to_attend_to():
+    """Padding, blocks that are not visible, blocks on holes, an own block that was not selected."""
+    holes = {(0, 0), (0, 1)}
+    cache = Cache([40, 5], 10, holes=holes)
+    q, owner, positions, ids = cache.rows([0, 0, 0, 1, 1, 1], [39, 18, 39, 4, 4, 3], 4)
+    ids[0] = torch.tensor([1, 5, 8, 2**31 - 1])  # on a hole; half on a hole; whole; never visible
+    ids[1], ids[2] = torch.tensor([0, 2, -1, -77]), torch.tensor([6, 7, 8, 10])
+    ids[5] = -1
+    gate = torch.full_like(q, torch.nan)
+    gate[0] = torch.randn_like(q[0])
+    clean = torch.where(ids[:1] == 2**31 - 1, -1, ids[:1])
+    want = cache.want(q[:1], owner[:1], positions[:1], clean, holes=holes) * torch.sigmoid(gate[:1].double())
+    owner[3:5], positions[3:5], ids[3:5] = torch.tensor([2, -1]), 38, torch.tensor([6, 7, 8, -1])
+    positions[2] = -1
+    got = check(cache, (q, owner, positions, ids), torch.cat([want, torch.zeros(5, 6, 24)]), out_gate=gate)
+    assert got[1:].count_nonzero() == 0
+
+
+def test_positions_and_ids_past_everything_are_harmless():
+    cache = Cache([60], 9)
+    q, owner, positions, ids = cache.rows([0, 0], [59, 59], 4)
+    positions[1], ids[1, 0] = 2**40, 2**31 - 2
+    got = run(cache, q, owner, positions, ids)
+    assert got.isfinite().all() and torch.equal(got, run(cache, q, owner, positions, ids, split=True))
+
+
+@pytest.mark.parametrize("heads", ((24, 2), (12, 1), (5, 5), (40, 1)))
+def test_b24_head_counts(heads):
+    cache = Cache([80], 16, *heads, 64)
+    call = cache.rows([0], [78], 6)
+    check(cache, call, cache.want(*call))
+
+
+def test_b30_every_choice_fits_the_shared_memory_of_small_devices():
+    """Two steps of keys and values at 64 KiB at most on an H200, whatever the width; 64 KiB tiles on gfx950."""
+    for group in (1, 3, 12, 24):
+        for D in (64, 128, 256):
+            for size in (2, 4):
+                shape = attention.Shape(4096, 2, group, D, size, True)
+                config = attention.choose(shape, "sm_90")
+                assert 4 * config.tokens * D * size <= 1 << 16 and 256 % config.tokens == 0
+                assert attention.choose(shape._replace(rows=1), "sm_90").split and not config.split
+
+
+@pytest.mark.parametrize("id", ("check-attend", "check-attend-fp8"))
+def test_the_small_cases(id, monkeypatch):
+    """As `thalweg check` judges them."""
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    monkeypatch.setattr(attention, "SEGMENT", 256)
+    (row,) = checks.check_case(cases.SMALL[id], DEVICE, "triton")
+    assert row.result == "ok", row
