@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PINNED = (3, 6)
+SHARED = {"sm_90a": 227 * 1024, "gfx950": 160 * 1024}  # bytes a program may have
 TARGETS = {"sm_90a": ("cuda", 90, 32), "gfx950": ("hip", "gfx950", 64)}
 
 
@@ -157,8 +158,11 @@ def report(build: Build, kernel, target: str) -> Report:
         missing += (f"{build.most_registers} registers at most (it takes {registers})",)
     if spilled > most_spilled:
         missing += (f"{most_spilled} bytes spilled at most (it spills {spilled})",)
+    shared = kernel.metadata.shared
+    if shared > SHARED[target]:
+        missing += (f"{SHARED[target]} bytes of shared memory at most (it takes {shared})",)
     waves = None if nvidia else int(re.search(r"; Occupancy: (\d+)", text)[1])
-    return Report(registers, spilled, kernel.metadata.shared, instructions, missing, waves)
+    return Report(registers, spilled, shared, instructions, missing, waves)
 
 
 def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:

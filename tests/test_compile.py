@@ -25,7 +25,7 @@ def test_what_is_missing_and_what_does_not_compile_are_problems():
     assert aot.problems(rows) == ["b: no", "c: wgmma"]
 
 
-def test_the_gate_sees_spills_and_missing_instructions(tmp_path):
+def test_b30_the_gate_sees_spills_missing_instructions_and_shared_memory(tmp_path):
     """A kernel capped at 32 registers that needs more, compiled for real."""
     file = tmp_path / "builds_spilling.py"
     file.write_text(SPILLING)
@@ -35,7 +35,8 @@ def test_the_gate_sees_spills_and_missing_instructions(tmp_path):
     assert rows["free"]["missing"] == ["wgmma", f"16 registers at most (it takes {rows['free']['registers']})"]
     assert rows["wgmma"]["missing"] == [] and rows["broken"]["error"] and rows["idle"]["error"] == "launches nothing"
     assert rows["both: __main__ 1"]["missing"] == ["wgmma"] and rows["both: __main__ 2"]["missing"] == []
-    assert [line.split(":")[0] for line in aot.problems(rows)] == ["capped", "free", "broken", "idle", "both"]
+    assert rows["b30"]["missing"] == [f"232448 bytes of shared memory at most (it takes {rows['b30']['shared']})"]
+    assert [line.split(":")[0] for line in aot.problems(rows)] == ["capped", "free", "broken", "idle", "b30", "both"]
 
 
 def test_what_a_build_asks_of_the_kernels_of_each_file():
@@ -77,6 +78,14 @@ def product(x, out, N: tl.constexpr):
     a = tl.load(x + o)
     tl.store(out + o, tl.dot(a, a))
 
+@triton.jit
+def piped(x, out, n, N: tl.constexpr):
+    o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    b = tl.zeros([N, N], tl.float32)
+    for i in tl.range(0, n, num_stages=9):  # eight pairs of tiles ahead
+        b = tl.dot(tl.load(x + o + 2 * i * N * N), tl.load(x + o + (2 * i + 1) * N * N), b)
+    tl.store(out + o, b)
+
 def builds(target):
     x, out = (torch.empty(4096, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
 
@@ -91,6 +100,7 @@ def builds(target):
         "wgmma": aot.Build(lambda: product[(1,)](x, out, N=64, num_warps=4), ("wgmma",)),
         "broken": aot.Build(lambda: product[(1,)](x, out, N=3)),
         "idle": aot.Build(lambda: None),
+        "b30": aot.Build(lambda: piped[(1,)](x, out, 7, N=128, num_warps=8)),
         "both": aot.Build(both, {{"__main__": ("wgmma",)}}),
     }}
 {TAIL}"""

@@ -7,7 +7,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from thalweg import cases, contract  # noqa: E402
+from thalweg import cases, contract, dispatch  # noqa: E402
 from thalweg.bench import check as checks  # noqa: E402
 from thalweg.kda import chunks, library, solve, solve_unit_lower  # noqa: E402
 
@@ -72,7 +72,7 @@ def test_sizes_and_dtypes_with_a_partial_block(C, source, target):
 
 
 @pytest.mark.parametrize("n", (1, 15, 16, 17, 33, 63))
-def test_partial_blocks(n):
+def test_b06_partial_blocks(n):
     """n rows of a 64 block: their n x n inverse, zeros right of it; the memory behind is another sequence's, or NaN."""
     lower = blocks(1, n, 1, 64)
     behind = torch.cat([lower, torch.full((1, 8, 1, 64), torch.nan)], 1)
@@ -103,7 +103,7 @@ def test_offsets_are_clipped_and_read_as_never_decreasing():
     check(run(lower, raw), truth(lower, [(0, lo, hi) for lo, hi in zip(read, read[1:])]))
 
 
-def test_no_tokens_no_heads_no_sequences():
+def test_b05_no_tokens_no_heads_no_sequences():
     for shape in ((1, 0, 2, 16), (0, 20, 2, 16), (1, 20, 0, 16)):
         assert run(torch.empty(shape)).shape == shape
     assert not run(torch.full((1, 20, 2, 16), torch.nan), torch.tensor([0])).any()
@@ -119,7 +119,7 @@ def test_dense_rows_equal_packed_sequences_bit_for_bit():
     assert same(packed.view_as(out), out)
 
 
-def test_bits_do_not_depend_on_company():
+def test_b28_bits_do_not_depend_on_company():
     """A sequence alone, and between others with another head; run twice."""
     lower = blocks(1, 70, 1, 64)
     alone = run(lower, torch.tensor([0, 70]), torch.bfloat16)
@@ -176,7 +176,7 @@ def test_a_block_that_is_not_finite_harms_no_other():
     assert same(out, clean)
 
 
-def test_views_with_odd_strides():
+def test_b08_views_with_odd_strides():
     """Rows and heads of a wider tensor, heads backwards; what lies between is neither read nor written."""
     wide = torch.full((1, 20, 5, 70), torch.nan)
     lower = blocks(1, 20, 2, 32)
@@ -188,7 +188,7 @@ def test_views_with_odd_strides():
     assert out.isnan().sum() == out.numel() - view.numel()
 
 
-def test_layouts_that_are_refused():
+def test_b34_layouts_that_are_refused():
     lower = torch.zeros(1, 4, 1, 32)
     with pytest.raises(ValueError, match=r"solve_unit_lower: lower must be contiguous in its last dimension, got"):
         solve.solve_unit_lower(lower[..., ::2], None, torch.empty(1, 4, 1, 16))
@@ -220,6 +220,30 @@ def test_the_public_op_takes_it_by_name(monkeypatch):
     with pytest.raises(ValueError, match="lower must be contiguous in its last dimension, got strides"):
         solve_unit_lower(wide, impl="triton")
     check(solve_unit_lower(wide).cpu(), truth(lower.cpu(), [(0, 0, 20)]), 1e-5)
+
+
+@pytest.mark.parametrize("precision", ("ieee", "tf32x3", "tf32"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_precision_modes_of_the_public_op(precision, dtype, monkeypatch):
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    lower = blocks(1, 36, 1, 32)
+    out = solve_unit_lower(lower.to(DEVICE), out_dtype=dtype, precision=precision, impl="triton")
+    worst = PRODUCTS["tf32" if precision == "tf32" else "bf16x3"] if dtype != torch.float32 else PRODUCTS[precision]
+    check(out.cpu(), truth(lower, [(0, 0, 36)]), worst)
+
+
+@pytest.mark.parametrize("T", (1, 64, 8192))
+@pytest.mark.parametrize("workspace_bytes", (None, 0, 1, 2**40))
+def test_one_form_at_any_budget_length_and_occupancy(workspace_bytes, T, monkeypatch):
+    """`explain` states it: a split form would want a budget, enough chunks and a least length; this one wants none."""
+    monkeypatch.setattr(library, "INTERPRETED", True)  # stands for a CUDA device here
+    call = {"lower": torch.empty(1, T, 2, 64, device="meta"), "out": torch.empty(1, T, 2, 64, device="meta")}
+    call |= {"cu_seqlens": None, "precision": "ieee", "workspace_bytes": workspace_bytes}
+    first, last = dispatch.explain("solve_unit_lower", library.IMPLS["solve_unit_lower"], call)
+    assert first.chosen and first.reason.startswith(
+        "one pass in Triton: no workspace, so one form at any budget, length"
+    )
+    assert last.name == "reference" and last.reason == "can take the call, but triton was preferred"
 
 
 @pytest.mark.parametrize("id", ("check-solve", "check-solve-dense", "check-solve-keys"))

@@ -191,10 +191,13 @@ def _decode_gfx950(**call) -> None:
     decode_gfx950.decode(**call)
 
 
+# Two passes (diagonals, then merge) take 176 us of 8192 x 64 on an H200 and a workspace; one pass takes 54 and none.
+SOLVE_NOTE = "one pass in Triton: no workspace, so one form at any budget, length and number of chunks"
+
 # Fastest first, the portable last resort last.
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
-        dispatch.Impl("triton", "one pass in Triton, no workspace at any budget", _solve_why_not, _solve),
+        dispatch.Impl("triton", SOLVE_NOTE, _solve_why_not, _solve),
         *_reference(reference_ops.solve_unit_lower),
     ),
     "kda_conv": (
