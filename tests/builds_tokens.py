@@ -9,12 +9,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 # op, tokens, K, V, conv width, dtype of the state, gate
 WANTED = (
     ("decode", 1, 128, 128, 4, F32, "bounded"),
-    ("decode", 1, 64, 256, 4, BF16, "given"),
     ("verify", 4, 128, 128, 4, F32, "bounded"),
-    ("verify", 8, 128, 128, 8, F32, "soft"),
-    ("verify", 3, 256, 128, 4, BF16, "soft"),
+    ("verify", 8, 128, 128, 4, F32, "soft"),
+    ("verify", 2, 256, 128, 4, BF16, "given"),
     ("commit", 4, 128, 128, 4, F32, "bounded"),
-    ("commit", 8, 128, 128, 4, BF16, "soft"),
 )
 
 
