@@ -96,8 +96,9 @@ def test_what_a_kernel_raises_is_a_row(monkeypatch, quick):
     def fail(**args):
         raise RuntimeError("out of registers")
 
+    call = bench.captured("qsa_topk", cases.SMALL["check-topk"].make())
     monkeypatch.setitem(calls.OPS, "qsa_topk", fail)
-    monkeypatch.setattr(bench, "captured", lambda op, args: args)
+    monkeypatch.setattr(bench, "captured", lambda op, args: call)
     (row,) = bench.Bench("qsa_topk", ["check-topk"], "cpu").rows()
     assert not row.ok and row.us is None and row.err is None and row.note == "RuntimeError: out of registers"
 

@@ -63,21 +63,21 @@ class Candidate:
     bind: Callable[[dict[str, Any]], peers.Bound]
 
 
-def ours(op: str, impl: str) -> Candidate:
-    """An implementation, through the public op. The reference reads index tensors on the host: no graph takes it."""
+def ours(op: str, impl: dispatch.Impl) -> Candidate:
+    """An implementation, through the public op. One that reads device memory on the host fits no graph."""
 
     def bind(args: dict[str, Any]) -> peers.Bound:
         kept: dict[str, torch.Tensor] = {}
 
         def call() -> None:
             given = {"out": kept["out"]} if "out" in kept else {}
-            out = OPS[op](**{**args, **given}, impl=impl, check=False)
+            out = OPS[op](**{**args, **given}, impl=impl.name, check=False)
             if out is not None:
                 kept["out"] = out
 
         return peers.Bound(call, lambda: {**args, **kept, "scores": kept.get("out")})
 
-    return Candidate(impl, False, False if impl == "reference" else None, bind)
+    return Candidate(impl.name, False, False if impl.syncs else None, bind)
 
 
 def wanted(op: str, patterns: Sequence[str], device: str) -> list[Case]:
@@ -116,10 +116,10 @@ def candidates(case: Case, args: dict[str, Any], impl: str | None) -> list[Candi
             if reason is not None:
                 raise ValueError(f"{case.op}: peer {impl!r} cannot take this call: {reason}")
             return [_peer(there[impl])]
-        return [ours(case.op, dispatch.pick(case.op, IMPLS[case.op], call, impl).name)]
-    able = [one.name for one in IMPLS[case.op] if one.why_not(call) is None]
-    able = able[:-1] if len(able) > 1 and able[-1] == "reference" else able
-    able = [ours(case.op, name) for name in able]
+        return [ours(case.op, dispatch.pick(case.op, IMPLS[case.op], call, impl))]
+    able = [one for one in IMPLS[case.op] if one.why_not(call) is None]
+    able = able[:-1] if len(able) > 1 and able[-1].name == "reference" else able
+    able = [ours(case.op, one) for one in able]
     return able + [_peer(peer) for peer in there.values() if peer.why_not(args) is None]
 
 
