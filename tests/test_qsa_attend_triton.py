@@ -38,7 +38,11 @@ def check(cache, call, want, **options):
     return whole
 
 
-@pytest.mark.parametrize("page,dtype", ((7, torch.bfloat16), (64, torch.float16), (784, torch.float32)))
+def on_gpu(*values):
+    return [pytest.param(*value, marks=pytest.mark.gpu) for value in values]
+
+
+@pytest.mark.parametrize("page,dtype", ((7, torch.bfloat16), (784, torch.float32), *on_gpu((64, torch.float16))))
 def test_equals_the_slow_one_over_poisoned_pages(page, dtype):
     cache = Cache(LENGTHS, page, dtype=dtype)
     call = cache.rows(OWNER, POSITIONS, 13)
@@ -47,7 +51,7 @@ def test_equals_the_slow_one_over_poisoned_pages(page, dtype):
     check(cache, call, want)
 
 
-@pytest.mark.parametrize("ratio,k", ((1, 9), (3, 4), (8, 1), (4, 0)))
+@pytest.mark.parametrize("ratio,k", ((3, 4), (4, 0), *on_gpu((1, 9), (8, 1))))
 def test_any_ratio_and_budget(ratio, k):
     cache = Cache(LENGTHS, 10)
     call = cache.rows(OWNER, POSITIONS, k, ratio)

@@ -44,8 +44,12 @@ def hostile(law, R=4, N=300):
     }[law]
 
 
-@pytest.mark.parametrize("law", ("plain", "relu", "equal", "growing", "clustered", "doubled", "nan", "infinite",
-                                 "crowded", "signed zeros"))  # fmt: skip
+def on_gpu(*values):
+    return [pytest.param(value, marks=pytest.mark.gpu) for value in values]
+
+
+@pytest.mark.parametrize("law", ("plain", "equal", "growing", "doubled", "nan", "signed zeros",
+                                 *on_gpu("relu", "clustered", "infinite", "crowded")))  # fmt: skip
 def test_b16_b17_b18_hostile_scores_are_exact(law):
     """No candidate is dropped, NaN of either sign loses to every number, ties take the lower id; one pass or the exact
     search; rows of one list and of several."""
@@ -54,19 +58,19 @@ def test_b16_b17_b18_hostile_scores_are_exact(law):
 
 
 def test_counts_that_fit_a_list_and_rows_that_take_all():
-    scores = torch.randn(8, 100).round(decimals=1)
-    check(scores, [100, 64, 63, 33, 32, 5, 0, -3], 32)
-    check(scores, [100, 10**9, 99, 98, 65, 1, 0, 2], 1)
-    check(scores[:, :20], [20] * 8, 40)
+    scores = torch.randn(5, 100).round(decimals=1)
+    check(scores, [100, 64, 33, 32, -3], 32)
+    check(scores[:2], [10**9, 65], 1)
+    check(scores[:2, :20], [20, 0], 40)
     assert run(scores[:0], [], 4)[0].shape == (0, 4)
 
 
 def test_the_exact_search_spans_chunks():
     """Ties over several of its steps: 1,024 scores each."""
-    scores = torch.zeros(1, 1500)
-    scores[0, 1400] = 1.0
+    scores = torch.zeros(1, 1100)
+    scores[0, 1050] = 1.0
     scores[0, :500] = torch.nan
-    assert check(scores, [1500], 40) == 1
+    assert check(scores, [1100], 40) == 1
 
 
 def test_any_strides_and_index_types(monkeypatch):

@@ -18,7 +18,7 @@ def _reference(run) -> tuple[Impl, ...]:
     return (Impl(name="reference", note=note, why_not=lambda call: None, run=run, syncs=True),)
 
 
-UNPROVEN = "its results on a GPU have yet to be looked at"
+UNPROVEN = "its results at the models' shapes have yet to be looked at on a GPU"
 INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong
 MOST_K = 4096  # candidates of one row that a program of the top-k holds are three times as many
 WITHIN = 2**31  # elements that a tile's offsets may span
