@@ -47,7 +47,6 @@ class Config:
     values: int  # of V a program
     stages: int
     num_warps: int  # of those that compute; one more copies, in a group of four
-    bulk_out: bool  # outputs in bulk copies, else in plain stores of 16 bytes
     max_registers: int  # a lane on average: the copying warp gives most of its own to the others
     reason: str = field(compare=False)
 
@@ -58,7 +57,7 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device that takes it: sm_90, K = 128, bfloat16."""
-    return Config(64, 3, 4, True, 128, "64 rows are one wgmma; three stages of 35 KB leave room for two programs")
+    return Config(64, 3, 4, 128, "64 rows are one wgmma; three stages of 35 KB leave room for two programs")
 
 
 @gluon.jit
@@ -139,9 +138,9 @@ def _mark(b_s, p_state, stride_s, past, tokens, checkpoint_slots, slots, null_sl
 
 @gluon.jit
 def _consume(
-    b_s, tiles, full, free, s_o, p_out, out, stride_ot, stride_od, n, i_first, tokens, token, o_hv,
+    b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
     p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
-    STATE: gl.constexpr, RHS: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, BULK: gl.constexpr,
+    STATE: gl.constexpr, RHS: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state after n chunks, and the outputs of the last one; those of the others are stored here."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, RHS, 2)
@@ -151,12 +150,6 @@ def _consume(
     b_none = gl.zeros([64, 2 * C], gl.float32, BOTH)
     b_zero = gl.zeros([64, C], gl.float32, RHS)
     b_o = b_zero
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if not BULK:  # never ran: not chosen
-        o_row = i_first * C + gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, ROWS)), 1)
-        o_v = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, ROWS)), 0)
-        p_rows = out + (o_row.to(gl.int64) * stride_ot + o_v * stride_od)
-        step = C * stride_ot.to(gl.int64)
     for i in range(n):
         s = i % STAGES
         b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
@@ -164,15 +157,10 @@ def _consume(
         w_c = warpgroup_mma(b_sb, s_kq.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True)
         if i > 0:
             s_o.index(i % 2).permute((1, 0)).store(b_o.to(gl.bfloat16))
-            if BULK:
-                fence_async_shared()
-                tma.store_wait(0)
+            fence_async_shared()
+            tma.store_wait(0)
             thread_barrier()
-            if BULK:
-                bulk_store(p_out, [token + (i - 1) * C, o_hv], s_o.index(i % 2))
-            else:
-                gl.store(p_rows, s_o.index(i % 2).load(ROWS))
-                p_rows += step
+            bulk_store(p_out, [token + (i - 1) * C, o_hv], s_o.index(i % 2))
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES))
         b_v = _values(s_v.index(s), tokens - (i_first + i) * C, RHS, C)
         b_rhs, b_q = _apart(warpgroup_mma_wait(0, [w_c]), RHS)
@@ -200,7 +188,7 @@ def _kernel(
     T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s: gl.int64, stride_sh: gl.int64,
     stride_sv, stride_sk, stride_read, stride_write, stride_fresh, stride_mn, stride_mj,
     stride_ot, stride_oh: gl.int64, stride_od,
-    V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, BULK: gl.constexpr,
+    V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BV: gl.constexpr = 64
     K: gl.constexpr = 128
@@ -259,10 +247,9 @@ def _kernel(
             b_s, b_o = gl.warp_specialize(
                 [
                     (_consume, (
-                        b_s, tiles, full, free, s_o, p_out, out + i_v * BV * stride_od, stride_ot, stride_od, n,
-                        i_first, tokens, token, o_hv,
+                        b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
                         p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
-                        STATE, RHS, C, STAGES, BULK,
+                        STATE, RHS, C, STAGES,
                     )),
                     (_produce, (
                         kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C, STAGES,
@@ -347,5 +334,5 @@ def scan(
             marks, turn, cu_seqlens.stride(0), *state.stride(), read_slots.stride(0), write_slots.stride(0),
             fresh.stride(0) if fresh is not None else 0,
             *(checkpoint_slots.stride() if checkpoint_slots is not None else (0, 0)), *out.stride(),
-            V=V, C=C, STAGES=config.stages, BULK=config.bulk_out, **config.options,
+            V=V, C=C, STAGES=config.stages, **config.options,
         )  # fmt: skip
