@@ -66,9 +66,8 @@ def hopper():
         args = call(K, V, 4, 12, 12, gate, state, *rest)
         found[f"decode_gluon {heads} {K} {V} {gate} {state}".replace("torch.", "")] = aot.Build(
             lambda args=args, config=config: decode_gluon.decode(**args, config=config),
-            (r"cp\.async\.bulk\.tensor" if config.parts else r"ld\.global\S*v4", r"st\.global\S*v4"),
-            config.max_registers or 128,  # 16 warps a program
-            newer_spilled=8 if config.max_registers == 128 else 0,
+            (r"cp\.async\.bulk\.tensor", r"st\.global\S*v4"),
+            168,
         )
     return found
 

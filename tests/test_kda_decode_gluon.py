@@ -1,4 +1,4 @@
-"""The fused decode steps in Gluon, emulated on the CPU, against the definition: both forms for Hopper, and gfx950's."""
+"""The fused decode steps in Gluon, emulated on the CPU, against the definition: Hopper's in 2 and 4 parts, gfx950's."""
 
 import gluon_emulator
 import kda_calls as calls
@@ -11,8 +11,8 @@ from test_kda_decode_triton import BF16, F16, F32, ROWS, check
 
 HOPPER, GFX950 = gluon_emulator.load("decode_gluon"), gluon_emulator.load("decode_gfx950")
 FORMS = {
-    "direct": lambda **call: HOPPER.decode(**call, config=HOPPER.Config(0, 8, "", None, "")),
-    "parts": lambda **call: HOPPER.decode(**call, config=HOPPER.Config(2, 4, "", None, "")),
+    "two parts": HOPPER.decode,
+    "four parts": lambda **call: HOPPER.decode(**call, config=HOPPER.Config(4, "", "")),
     "gfx950": GFX950.decode,
 }
 

@@ -214,13 +214,13 @@ def test_choices_do_not_depend_on_the_batch():
 
 
 def test_the_choice_for_hopper_depends_on_heads_and_multiprocessors_only():
-    """One head a multiprocessor: direct. Fewer, or more: in parts; plain stores from 2,000 heads on."""
-    for heads, parts, store in ((1, 4, ".cs"), (96, 0, ".cs"), (132, 0, ".cs"), (133, 4, ".cs"), (2000, 4, "")):
-        for dtype in (F32, BF16):
-            config = decode_gluon.choose(decode_gluon.Shape(heads, 128, dtype), 132)
-            assert (config.parts, config.store) == (parts, store) and config.reason
-    assert decode_gluon.choose(decode_gluon.Shape(132, 128, F32), 66).parts == 4
+    """Two parts up to half a head a multiprocessor, four beyond; plain stores from 2,000 heads on."""
+    for heads, parts, store in ((1, 2, ".cs"), (66, 2, ".cs"), (67, 4, ".cs"), (1999, 4, ".cs"), (2000, 4, "")):
+        config = decode_gluon.choose(decode_gluon.Shape(heads, 128, F32), 132)
+        assert (config.parts, config.store) == (parts, store) and config.reason
+    assert decode_gluon.choose(decode_gluon.Shape(60, 128, F32), 66).parts == 4
     assert decode_gluon.choose(decode_gluon.Shape(300, 64, F32), 132).parts == 2
+    assert decode_gluon.choose(decode_gluon.Shape(300, 128, BF16), 132).parts == 2
 
 
 def hopper_call(**kinds):

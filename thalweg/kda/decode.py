@@ -40,7 +40,6 @@ class Shape(NamedTuple):
 @dataclass(frozen=True)
 class Config:
     num_warps: int
-    early: bool  # the state's loads stay in front of all others
     store: str  # cache modifier of the state's stores: .cs is 0 to 9 % faster at every shape on an H200
     reason: str = field(compare=False)
 
@@ -52,8 +51,8 @@ class Config:
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     if shape.K * shape.V <= 64 * 128:
-        return Config(2, False, ".cs", "a lane a channel: vectors smaller than the lanes are loaded in every layout")
-    return Config(4, False, ".cs", "eight lanes share a sum: three exchanges, not five; more warps reload vectors")
+        return Config(2, ".cs", "a lane a channel: vectors smaller than the lanes are loaded in every layout")
+    return Config(4, ".cs", "eight lanes share a sum: three exchanges, not five; more warps reload vectors")
 
 
 @triton.jit
@@ -141,7 +140,7 @@ def _kernel(
     stride_read: tl.int64, stride_write: tl.int64, stride_n, stride_a, stride_dh, stride_dk,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_ov,
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
-    DOUBLED: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
+    DOUBLED: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
@@ -162,8 +161,6 @@ def _kernel(
             b_s1 = tl.load(p_s + read * stride_s + K // 4 * stride_sk).to(tl.float32)
             b_s2 = tl.load(p_s + read * stride_s + K // 2 * stride_sk).to(tl.float32)
             b_s3 = tl.load(p_s + read * stride_s + K // 4 * 3 * stride_sk).to(tl.float32)
-            if EARLY:
-                tl.debug_barrier()  # no later load passes it, nor do these
             # All of a state is under way before anything waits; q and k are made anew for every value head, at no cost.
             b_g = tl.load(g_raw + i_b * stride_gb + i_hv * stride_gh + o_k * stride_gk).to(tl.float32)
             b_beta = _sigmoid(tl.load(beta_logits + i_b * stride_bb + i_hv * stride_bh).to(tl.float32))
@@ -278,5 +275,5 @@ def decode(
             read_slots.stride(0), write_slots.stride(0), norm_weight.stride(0),
             0 if A_log is None else A_log.stride(0), *((0, 0) if dt_bias is None else dt_bias.stride()), *out.stride(),
             K=K, V=V, W=W, GROUP=HV // H, GATE=gate, DOUBLED=allow_neg_eigval,
-            STORE=config.store, EARLY=config.early, **config.options,
+            STORE=config.store, **config.options,
         )  # fmt: skip

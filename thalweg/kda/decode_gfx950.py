@@ -1,9 +1,9 @@
 """The fused decode step of KDA for gfx950 (CDNA4), in Gluon: the formulas and arguments of `decode`.
 
-It compiles for the chip and has not been timed, nor run, on one. Its arithmetic is that of the direct form of
-`decode_gluon`, which runs on Hopper: both are made of `step_gluon`, and differ in what is below only. A wave has 64
-lanes, so 8 along K leave 8 beside each other with two rows each: a panel of 16 rows. A program has four waves and all
-panels of a state under way at once; they are read and written once, 16 bytes a lane, and pass by the caches (nt).
+It compiles for the chip and has not been timed, nor run, on one. Its arithmetic is that of `decode_gluon`, which runs
+on Hopper: both are made of `step_gluon`, and differ in what is below only. A wave has 64 lanes, so 8 along K leave 8
+beside each other with two rows each: a panel of 16 rows. A program has four waves and all panels of a state under way
+at once; they are read and written once, 16 bytes a lane, and pass by the caches (nt).
 
 It takes what `decode_gluon` takes.
 """

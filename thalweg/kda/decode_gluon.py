@@ -1,12 +1,10 @@
 """The fused decode step of KDA for Hopper, in Gluon: the formulas and arguments of `decode`, made of `step_gluon`.
 
-A program a head, in one of two forms with the same arithmetic, and so the same bits:
-
-    direct   the state goes from memory to registers: 16 warps, the shortest way, one program a multiprocessor
-    parts    the state goes to shared memory in bulk copies of 32 rows, each stepped and stored while the next ones
-             arrive: 4 warps and few registers, so that three programs share a multiprocessor (four at bfloat16) and
-             one's arithmetic hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns
-             in order: a history asked for behind a state of 64 KB would wait for it.
+A program a head. Its state comes to shared memory in bulk copies, in parts of 32 or 64 rows, each stepped and stored
+while the next ones arrive. Four warps and few registers: three programs share a multiprocessor, and one's arithmetic
+hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns in order: a history asked for
+behind a state of 64 KB would wait for it. Heads lie along the first axis of the grid, so that programs that run at the
+same time read neighbouring memory.
 
 Beyond `decode` it wants: HV = H, W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
 """
@@ -34,30 +32,26 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """parts: of a state that come and go one after another; 0: the direct form. store: cache modifier of the state's
-    stores. max_registers: a lane, where one more costs a program its place.
-    """
+    """parts: of a state that come and go one after another. store: cache modifier of the state's stores."""
 
     parts: int
-    num_warps: int
     store: str
-    max_registers: int | None
     reason: str = field(compare=False)
 
     @property
-    def options(self) -> dict[str, int | bool | None]:
-        return {"num_warps": self.num_warps, "maxnreg": self.max_registers, "enable_fp_fusion": True}
+    def options(self) -> dict[str, int | bool]:
+        # One register more a lane, and two programs share a multiprocessor instead of three.
+        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 
 
 def choose(shape: Shape, multiprocessors: int) -> Config:
     """The configuration for a shape on a Hopper GPU; a row's bits are the same in all of them."""
-    if multiprocessors // 5 < shape.heads <= multiprocessors:
-        return Config(0, shape.V // 8, ".cs", None, "a head a multiprocessor: all its warps for one (5.8 us, not 6.7)")
-    # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
-    cap = 168 if shape.state_dtype == torch.float32 else 128
-    if shape.heads < 2000:
-        return Config(shape.V // 32, 4, ".cs", cap, "several programs a multiprocessor; the L2 is left to who waits")
-    return Config(shape.V // 32, 4, "", cap, "from 2,000 heads plain stores are 1 % faster")
+    store = ".cs" if shape.heads < 2000 else ""  # plain stores are 1 % faster from there on
+    if shape.V == 64 or shape.state_dtype == torch.bfloat16:
+        return Config(2, store, "16 KB a part: bfloat16 at 12 heads 3.5 us, in four parts 4.0")
+    if shape.heads <= multiprocessors // 2:
+        return Config(2, store, "fewer barriers where nothing is to be hidden: 4.0 us at 12 heads, in four parts 4.1")
+    return Config(4, store, "the first quarter is worked on sooner: 0.3 to 2 % from half a head a multiprocessor on")
 
 
 def _kernel(
@@ -71,7 +65,7 @@ def _kernel(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr, PARTS: gl.constexpr,
     STORE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """desc: the state pool as rows of K, blocks of ROWS rows; None for the direct form, with one part."""
+    """desc: the state pool as rows of K, in blocks of ROWS rows."""
     ROWS: gl.constexpr = V // PARTS
     FIRST: gl.constexpr = step.first_value(K, V)
     LANES: gl.constexpr = step.LANES
@@ -89,14 +83,13 @@ def _kernel(
     i_b = gl.program_id(1).to(gl.int64)
     i_h = gl.program_id(0)
     read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
-    if desc is not None:
-        m_s = gl.allocate_shared_memory(state.dtype.element_ty, [PARTS, ROWS, K], desc.layout)
-        m_b = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-        for part in gl.static_range(PARTS):
-            mbarrier.init(m_b.index(part), count=1)
-        fence_async_shared()
-    # Everything is asked for before the branch, and a barrier keeps it there: the compiler moves loads down to their
-    # uses otherwise, those of the state behind the wait for the history.
+    m_s = gl.allocate_shared_memory(state.dtype.element_ty, [PARTS, ROWS, K], desc.layout)
+    m_b = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(PARTS):
+        mbarrier.init(m_b.index(part), count=1)
+    fence_async_shared()
+    # Asked for before the branch, in front of the barriers around the bulk copies: the compiler moves loads down to
+    # their uses otherwise, behind waits for others.
     b_x, b_w, b_g, b_cb, b_db, beta, rate = step.row_inputs(
         qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, i_b, i_h, H,
         stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, stride_wc, stride_dh, K, V, C, LC, LT,
@@ -108,14 +101,10 @@ def _kernel(
     o_v = gl.arange(0, ROWS, layout=LV)
     p_s = state + i_h * stride_sh + o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
     b_h = step.history(conv_state, read, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
-    if desc is not None:
-        row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
-        for part in gl.static_range(PARTS):
-            mbarrier.expect(m_b.index(part), BYTES, pred=live)
-            bulk_load(desc, [row + part * ROWS, 0], m_b.index(part), m_s.index(part), pred=live)
-    else:
-        b_s = gl.load(p_s + read * stride_s, mask=live, other=0.0)
-        thread_barrier()
+    row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
+    for part in gl.static_range(PARTS):
+        mbarrier.expect(m_b.index(part), BYTES, pred=live)
+        bulk_load(desc, [row + part * ROWS, 0], m_b.index(part), m_s.index(part), pred=live)
     if live:
         m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
         m_o = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
@@ -126,13 +115,12 @@ def _kernel(
         b_q, b_k, b_a, kq = step.vectors(m_y, scale, K, LK)
         p_s += write * stride_s
         for part in gl.static_range(PARTS):
-            if desc is not None:
-                mbarrier.wait(m_b.index(part), 0)
-                b_s = m_s.index(part).load(LS)
+            mbarrier.wait(m_b.index(part), 0)
+            m_v = m_y.slice(FIRST + part * ROWS, ROWS)
+            m_p = m_n.slice(part * (GROUPS // PARTS), GROUPS // PARTS)
             step.advance(
-                b_s, b_q, b_k, b_a, kq, beta, p_s + part * ROWS * K, m_y.slice(FIRST + part * ROWS, ROWS),
-                m_o.slice(part * ROWS, ROWS), m_n.slice(part * (GROUPS // PARTS), GROUPS // PARTS), LV, ROWS, DOUBLED,
-                STORE,
+                m_s.index(part).load(LS), b_q, b_k, b_a, kq, beta, p_s + part * ROWS * K, m_v,
+                m_o.slice(part * ROWS, ROWS), m_p, LV, ROWS, DOUBLED, STORE,
             )  # fmt: skip
         step.roll(conv_state, b_x, b_h, write, i_h, H, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
         thread_barrier()
@@ -154,15 +142,11 @@ def decode(*, config: Config | None = None, **call) -> None:
     if B == 0:
         return
     config = config or choose(Shape(B * HV, V, state.dtype), multiprocessors(state.device))
-    desc = None
-    if config.parts:
-        K, layout = state.shape[3], gl.NVMMASharedLayout(128, 8 * state.element_size(), 2)
-        desc = TensorDescriptor(state, [step.pool_rows(state), K], [K, 1], [V // config.parts, K], layout)
+    K, layout = state.shape[3], gl.NVMMASharedLayout(128, 8 * state.element_size(), 2)
+    desc = TensorDescriptor(state, [step.pool_rows(state), K], [K, 1], [V // config.parts, K], layout)
     positional, constants = step.arguments(**call, desc=desc)
     with current(state.device):
-        kernel[(HV, B)](
-            *positional, **constants, PARTS=max(1, config.parts), STORE=config.store, **config.options,
-        )  # fmt: skip
+        kernel[(HV, B)](*positional, **constants, PARTS=config.parts, STORE=config.store, **config.options)
 
 
 @cache

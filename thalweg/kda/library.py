@@ -216,18 +216,12 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
         *_reference(reference_ops.prefill),
     ),
     "kda_decode": (
+        dispatch.Impl("hopper", "one fused step in Gluon: states in bulk copies", _decode_on("sm_90"), _decode_hopper),
         dispatch.Impl(
             "gfx950",
             "one fused step in Gluon for CDNA4; compiled for the chip, not timed on it",
             _decode_on("gfx950"),
             _decode_gfx950,
-        ),
-        dispatch.Impl(
-            "hopper",
-            "one fused step in Gluon",
-            _decode_on("sm_90"),
-            _decode_hopper,
-            only_named="its contract has yet to be tested on a card",
         ),
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
         dispatch.Impl(
