@@ -207,28 +207,6 @@ def views(call):
     return strided
 
 
-@pytest.mark.parametrize("gate", ("given", "bounded"))
-@pytest.mark.parametrize("decode", DECODE)
-def test_b08_views_give_the_bits_of_contiguous_copies(decode, gate):
-    call = calls.layer(2, H=1, HV=2, K=23, V=9, gate=gate)
-    assert all(calls.same(a, b) for a, b in zip(calls.run(decode, call), calls.run(decode, views(call))))
-
-
-@pytest.mark.parametrize("verify, commit", DRAFTS)
-def test_b08_views_of_drafts_give_the_bits_of_contiguous_copies(verify, commit):
-    call = calls.layer(2, 3, H=1, HV=2, K=23, V=9)
-    assert all(calls.same(a, b) for a, b in zip(calls.run(verify, call), calls.run(verify, views(call))))
-    got, wanted = (calls.commit(x, [3, 2], op=commit) for x in (views(call), call))
-    assert calls.same(got[0], wanted[0]) and calls.same(got[1], wanted[1])
-
-
-def stepped(call, tokens):
-    """The pools and outputs of `tokens` decode steps of every row, by the reference."""
-    pools = {"state": calls.copy(call["state"]), "conv_state": calls.copy(call["conv_state"])}
-    outs = [kda_decode(**{**calls.token(call, s), **pools}, impl="reference") for s in range(tokens)]
-    return torch.stack(outs, 1) if outs else None, pools["state"], pools["conv_state"]
-
-
 def near(op, got, wanted, state_dtype=torch.float32):
     """The reference gives the steps' bits; others sum in another order: a float32 state is then within 1e-6, and where
     a bfloat16 one is rounded after every token a few values are rounded to the other side."""
@@ -236,6 +214,34 @@ def near(op, got, wanted, state_dtype=torch.float32):
         return calls.same(got, wanted)
     worst = 1e-6 if state_dtype == torch.float32 else 1e-3
     return oracle.error(got, wanted) < worst + (0 if got.dtype == torch.float32 else oracle.rounding(wanted, got.dtype))
+
+
+@pytest.mark.parametrize("gate", ("given", "bounded"))
+@pytest.mark.parametrize("decode", DECODE)
+def test_b08_views_give_what_contiguous_copies_give(decode, gate):
+    """The history's bits; of sums, that a compiler orders by where a state's elements lie, all but the last digits."""
+    call = calls.layer(2, H=1, HV=2, K=23, V=9, gate=gate)
+    wanted, got = calls.run(decode, call), calls.run(decode, views(call))
+    assert calls.same(got[2], wanted[2])
+    assert near(decode, got[0], wanted[0]) and near(decode, got[1][[1, 2]], wanted[1][[1, 2]])
+    assert calls.same(got[1][[0, 3, 4]], wanted[1][[0, 3, 4]])
+
+
+@pytest.mark.parametrize("verify, commit", DRAFTS)
+def test_b08_views_of_drafts_give_what_contiguous_copies_give(verify, commit):
+    call = calls.layer(2, 3, H=1, HV=2, K=23, V=9)
+    wanted, got = calls.run(verify, call), calls.run(verify, views(call))
+    assert near(verify, got[0], wanted[0]) and all(calls.same(a, b) for a, b in zip(got[1:], wanted[1:]))
+    got, wanted = (calls.commit(x, [3, 2], op=commit) for x in (views(call), call))
+    assert near(commit, got[0][[1, 2]], wanted[0][[1, 2]]) and calls.same(got[1], wanted[1])
+    assert calls.same(got[0][[0, 3, 4]], wanted[0][[0, 3, 4]])
+
+
+def stepped(call, tokens):
+    """The pools and outputs of `tokens` decode steps of every row, by the reference."""
+    pools = {"state": calls.copy(call["state"]), "conv_state": calls.copy(call["conv_state"])}
+    outs = [kda_decode(**{**calls.token(call, s), **pools}, impl="reference") for s in range(tokens)]
+    return torch.stack(outs, 1) if outs else None, pools["state"], pools["conv_state"]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,6 @@ def _decode_gfx950(**call) -> None:
     decode_gfx950.decode(**call)
 
 
-UNPROVEN = "its results on a GPU have yet to be looked at"
 # Two passes (diagonals, then merge) take 176 us of 8192 x 64 on an H200 and a workspace; one pass takes 54 and none.
 SOLVE_NOTE = "one pass in Triton: no workspace, so one form at any budget, length and number of chunks"
 
@@ -224,17 +223,15 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
             _decode_gfx950,
         ),
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
-        dispatch.Impl(
-            "triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _split, only_named=UNPROVEN
-        ),
+        dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _split),
         *_reference(reference_ops.decode),
     ),
     "kda_verify": (
-        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _verify, only_named=UNPROVEN),
+        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _verify),
         *_reference(reference_ops.verify),
     ),
     "kda_commit": (
-        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _commit, only_named=UNPROVEN),
+        dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _commit),
         *_reference(reference_ops.commit),
     ),
     "gated_rms_norm": (
