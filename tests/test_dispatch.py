@@ -178,6 +178,23 @@ def test_explaining_a_case_sees_the_device_it_would_run_on(monkeypatch):
     assert seen[0] == "cpu" and verdicts[0].reason == "no" and verdicts[-1].chosen
 
 
+def test_a_repeated_call_searches_no_path(monkeypatch):
+    """Every call asks whether Triton is there: the search of the path is done once."""
+    import importlib.util
+
+    calls = {
+        op: captured(op, case.make("cpu")) for op, case in {case.op: case for case in cases.SMALL.values()}.items()
+    }
+    searches = []
+    search = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *names: searches.append(names) or search(*names))
+    dispatch.installed.cache_clear()
+    for _ in range(2):
+        for op, call in calls.items():
+            dispatch.explain(op, IMPLS[op], call)
+    assert searches == [("triton",)]
+
+
 @pytest.mark.parametrize("arch", ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx950"))
 def test_b26_a_kernel_made_for_one_architecture_is_taken_there_only(arch, monkeypatch):
     """The scan with Hopper's own instructions; everywhere else the portable one, and by name never."""

@@ -5,9 +5,11 @@ why it cannot take a call (`why_not`), or None when it can. An automatic choice 
 implementation runs or raises, and never falls back.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +43,12 @@ class Verdict:
     name: str
     chosen: bool
     reason: str
+
+
+@cache
+def installed(module: str) -> bool:
+    """Whether a module can be imported. Looked up once: every call asks, and a search of the path takes 0.3 ms."""
+    return importlib.util.find_spec(module) is not None
 
 
 def pick(op: str, impls: tuple[Impl, ...], call: Mapping[str, Any], name: str | None = None) -> Impl:

@@ -3,7 +3,6 @@
 The public functions, with the contract, are in `api`; they validate shapes and dtypes, allocate `out` and call these.
 """
 
-import importlib.util
 import sys
 
 import torch
@@ -23,7 +22,7 @@ INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's inte
 
 def _without_triton(tensor: torch.Tensor) -> str | None:
     """Why no Triton kernel can run on this tensor."""
-    if importlib.util.find_spec("triton") is None:
+    if not dispatch.installed("triton"):
         return "Triton is not installed"
     if tensor.device.type != "cuda" and not INTERPRETED:
         return f"takes CUDA tensors, got {tensor.device} ones"

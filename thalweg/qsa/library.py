@@ -4,12 +4,10 @@ The public functions, with the contract, are in `api`; they validate shapes and 
 Without `check` the ops are safe on the same values: they are clipped, or taken as padding or holes.
 """
 
-import importlib.util
-
 import torch
 
 from thalweg.contract import index_values, refuse
-from thalweg.dispatch import Impl, define
+from thalweg.dispatch import Impl, define, installed
 from thalweg.qsa import reference_ops
 
 
@@ -26,7 +24,7 @@ WITHIN = 2**31  # elements that a tile's offsets may span
 
 def _without_triton(tensor: torch.Tensor) -> str | None:
     """Why no Triton kernel can run on this tensor."""
-    if importlib.util.find_spec("triton") is None:
+    if not installed("triton"):
         return "Triton is not installed"
     if tensor.device.type != "cuda" and not INTERPRETED:
         return f"takes CUDA tensors, got {tensor.device} ones"
