@@ -53,7 +53,7 @@ def check(call, out, state, conv_state):
 @pytest.mark.parametrize("rows", (2, 20, 60))
 @pytest.mark.parametrize("gate,dtype,state", (("given", F16, F32), ("soft", F32, BF16), ("bounded", BF16, F32)))
 def test_every_form_equals_the_definition(impl, rows, gate, dtype, state):
-    """6, 60 and 180 heads: two parts and four of the Hopper kernel."""
+    """6, 60 and 180 heads: less than one a multiprocessor, and more."""
     call = layer(rows, dtype=dtype, gate=gate, state_dtype=state)
     check(call, *run(impl, call))
 
@@ -132,7 +132,7 @@ def test_b08_views_of_one_projection_and_both_pool_orders(impl, rows):
 
 
 def test_bits_do_not_depend_on_the_batch(impl):
-    """Alone, among 60 heads, among 360 and among 2100: any number of parts gives one row the same bits."""
+    """Alone, among 60 heads, among 360 and among 2100: whatever is chosen, one row has the same bits."""
     call = layer(700)
     names = (*ROWS, "read_slots")
     together = run(impl, call)

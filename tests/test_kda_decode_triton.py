@@ -213,14 +213,12 @@ def test_choices_do_not_depend_on_the_batch():
             assert decode.choose(decode.Shape(K, V), "sm_90").reason
 
 
-def test_the_choice_for_hopper_depends_on_heads_and_multiprocessors_only():
-    """Two parts up to half a head a multiprocessor, four beyond; plain stores from 2,000 heads on."""
-    for heads, parts, store in ((1, 2, ".cs"), (66, 2, ".cs"), (67, 4, ".cs"), (1999, 4, ".cs"), (2000, 4, "")):
-        config = decode_gluon.choose(decode_gluon.Shape(heads, 128, F32), 132)
-        assert (config.parts, config.store) == (parts, store) and config.reason
-    assert decode_gluon.choose(decode_gluon.Shape(60, 128, F32), 66).parts == 4
-    assert decode_gluon.choose(decode_gluon.Shape(300, 64, F32), 132).parts == 2
-    assert decode_gluon.choose(decode_gluon.Shape(300, 128, BF16), 132).parts == 2
+def test_the_choice_for_hopper():
+    """Parts of 32 rows; plain stores from 2,000 heads on; registers for three programs, four at bfloat16."""
+    for heads, V, parts, store in ((1, 128, 4, ".cs"), (1999, 64, 2, ".cs"), (2000, 128, 4, "")):
+        for dtype, registers in ((F32, 168), (BF16, 128)):
+            config = decode_gluon.choose(decode_gluon.Shape(heads, V, dtype))
+            assert (config.parts, config.store, config.max_registers) == (parts, store, registers) and config.reason
 
 
 def hopper_call(**kinds):

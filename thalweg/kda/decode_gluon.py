@@ -1,16 +1,15 @@
 """The fused decode step of KDA for Hopper, in Gluon: the formulas and arguments of `decode`, made of `step_gluon`.
 
-A program a head. Its state comes to shared memory in bulk copies, in parts of 32 or 64 rows, each stepped and stored
-while the next ones arrive. Four warps and few registers: three programs share a multiprocessor, and one's arithmetic
-hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns in order: a history asked for
-behind a state of 64 KB would wait for it. Heads lie along the first axis of the grid, so that programs that run at the
-same time read neighbouring memory.
+A program a head. Its state comes to shared memory in bulk copies, in parts of 32 rows, each stepped and stored while
+the next ones arrive. Four warps and few registers: three programs share a multiprocessor, four at bfloat16, and one's
+arithmetic hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns in order: a history
+asked for behind a state of 64 KB would wait for it. Heads lie along the first axis of the grid, so that programs that
+run at the same time read neighbouring memory.
 
 Beyond `decode` it wants: HV = H, W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from thalweg.device import arch, current
+from thalweg.device import current
 from thalweg.gluon import bulk_load, thread_barrier
 from thalweg.kda import step_gluon as step
 
@@ -36,22 +35,21 @@ class Config:
 
     parts: int
     store: str
+    max_registers: int  # a lane, where one more costs a program its place
     reason: str = field(compare=False)
 
     @property
     def options(self) -> dict[str, int | bool]:
-        # One register more a lane, and two programs share a multiprocessor instead of three.
-        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+        return {"num_warps": 4, "maxnreg": self.max_registers, "enable_fp_fusion": True}
 
 
-def choose(shape: Shape, multiprocessors: int) -> Config:
-    """The configuration for a shape on a Hopper GPU; a row's bits are the same in all of them."""
-    store = ".cs" if shape.heads < 2000 else ""  # plain stores are 1 % faster from there on
-    if shape.V == 64 or shape.state_dtype == torch.bfloat16:
-        return Config(2, store, "16 KB a part: bfloat16 at 12 heads 3.5 us, in four parts 4.0")
-    if shape.heads <= multiprocessors // 2:
-        return Config(2, store, "fewer barriers where nothing is to be hidden: 4.0 us at 12 heads, in four parts 4.1")
-    return Config(4, store, "the first quarter is worked on sooner: 0.3 to 2 % from half a head a multiprocessor on")
+def choose(shape: Shape) -> Config:
+    """The configuration for a shape; a row's bits are the same in all of them."""
+    # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
+    registers = 128 if shape.state_dtype == torch.bfloat16 else 168
+    if shape.heads < 2000:
+        return Config(shape.V // 32, ".cs", registers, "32 rows a part: the first are worked on soon")
+    return Config(shape.V // 32, "", registers, "plain stores are 1 % faster from 2,000 heads on")
 
 
 def _kernel(
@@ -141,21 +139,9 @@ def decode(*, config: Config | None = None, **call) -> None:
     B, HV, V = out.shape
     if B == 0:
         return
-    config = config or choose(Shape(B * HV, V, state.dtype), multiprocessors(state.device))
+    config = config or choose(Shape(B * HV, V, state.dtype))
     K, layout = state.shape[3], gl.NVMMASharedLayout(128, 8 * state.element_size(), 2)
     desc = TensorDescriptor(state, [step.pool_rows(state), K], [K, 1], [V // config.parts, K], layout)
     positional, constants = step.arguments(**call, desc=desc)
     with current(state.device):
         kernel[(HV, B)](*positional, **constants, PARTS=config.parts, STORE=config.store, **config.options)
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of an H200 where there is none, so that kernels can be compiled for it."""
-    if device.type != "cuda" or arch(device) != "sm_90":
-        return 132
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
