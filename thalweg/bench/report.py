@@ -25,18 +25,20 @@ def stamp(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the source tree, with a + behind it where files differ; of THALWEG_COMMIT where git knows none."""
+    """THALWEG_COMMIT where it is set (a copy of a tree), else the source tree's, with a + where files differ."""
 
     def git(*words: str) -> str | None:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
         return None if done.returncode else done.stdout.strip()
 
+    if os.environ.get("THALWEG_COMMIT"):
+        return os.environ["THALWEG_COMMIT"]
     try:
         found = git("rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else None
     except OSError:
         found = None
     if found is None:
-        return os.environ.get("THALWEG_COMMIT", "unknown")
+        return "unknown"
     return found + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
