@@ -139,17 +139,22 @@ def _amd(kernel) -> tuple[int, int, int]:
     return registers, max(scratch, 4 * vector), len(re.findall(r"^\t[a-z]\w+ ", text, re.MULTILINE))
 
 
+def _newer() -> bool:
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) > PINNED
+
+
 def file_of(kernel) -> str:
     return kernel.src.fn.__module__.rpartition(".")[2]
 
 
 def report(build: Build, kernel, target: str) -> Report:
     """What the compiler says about one kernel of a build."""
-    import triton
-
     build = build.of(file_of(kernel))
-    newer = tuple(map(int, triton.__version__.split(".")[:2])) > PINNED and build.newer_spilled is not None
-    most_spilled = build.newer_spilled if newer else build.most_spilled
+    most_spilled = build.most_spilled
+    if _newer() and build.newer_spilled is not None:
+        most_spilled = build.newer_spilled
     nvidia = TARGETS[target][0] == "cuda"
     registers, spilled, instructions = (_nvidia if nvidia else _amd)(kernel)
     text = kernel.asm["ptx" if nvidia else "amdgcn"]
@@ -167,11 +172,13 @@ def report(build: Build, kernel, target: str) -> Report:
 
 def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:
     """Compiles every build of the targets (none: all); prints one JSON object a kernel: its name, and the report's
-    fields or an error. A build that launches several kernels has a row for each.
+    fields or an error. A build that launches several kernels has a row for each. Where Triton is newer than PINNED
+    and no target is named, only the first build of each: that the file compiles there, in a sixth of the time.
     """
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the package of this tree, installed or not
     for target in targets or TARGETS:
-        for name, build in builds(target).items():
+        wanted = list(builds(target).items())
+        for name, build in wanted[:1] if _newer() and not targets else wanted:
             try:
                 rows = [(file_of(k), asdict(report(build, k, target))) for k in kernels(build.launch, target)]
                 rows = rows or [("", {"error": "launches nothing"})]
