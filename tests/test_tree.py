@@ -76,7 +76,7 @@ def allowed(module: str) -> set[str]:
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, where exponents start, how memory is shared out.
-        names = ("anchor", "chunks", "products", "substitution", "halving", "workspace", "step_gluon")
+        names = ("anchor", "chunks", "gate", "products", "slots", "substitution", "halving", "workspace", "step_gluon")
         names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}
         # A stage: no other stage, not the reference.

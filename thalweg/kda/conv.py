@@ -29,6 +29,7 @@ import triton.language as tl
 
 from thalweg.device import arch, current
 from thalweg.kda import chunks
+from thalweg.kda.slots import good
 
 
 class Shape(NamedTuple):
@@ -85,11 +86,6 @@ def _roll(p_x, p_history, p_write, tokens, anew, m_c, stride_xt, stride_sw, W: t
         tl.store(p_write + j * stride_sw, window[j].to(p_write.dtype.element_ty), m_c)
 
 
-@triton.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
-
-
 def _kernel(
     x, weight, bias, cu_seqlens, conv_state, read_slots, write_slots, fresh, out, T, N, channels, slots, null_slot,
     stride_xt: tl.int64, stride_xc, stride_wc, stride_ww, stride_b, stride_cu,
@@ -111,7 +107,7 @@ def _kernel(
     anew = False
     if fresh is not None:
         anew = tl.load(fresh + i_n * stride_fresh, mask=covered, other=0) != 0
-    live = covered & _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
+    live = covered & good(write, slots, null_slot) & (anew | good(read, slots, null_slot))
     if live:
         first = i_t == start
         p_x = x + i_t.to(tl.int64) * stride_xt + o_c * stride_xc

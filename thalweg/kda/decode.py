@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 
 from thalweg.device import arch, current
+from thalweg.kda.gate import softplus
+from thalweg.kda.slots import good
 
 
 class Shape(NamedTuple):
@@ -66,12 +68,7 @@ def _log_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
     if GATE == "given":
         return b_x
     elif GATE == "soft":
-        b_x += b_bias
-        b_e = tl.exp(tl.minimum(b_x, 20.0))
-        b_u = 1.0 + b_e
-        # log(1 + e) with all digits of a small e, which a slow gate is made of.
-        b_plus = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
-        return -b_rate * tl.where(b_x > 20.0, b_x, b_plus)
+        return -b_rate * softplus(b_x + b_bias)
     else:
         return lower_bound * _sigmoid(b_rate * (b_x + b_bias))
 
@@ -125,11 +122,6 @@ def _dot(s0, s1, s2, s3, f0, f1, f2, f3):
     return tl.sum((s0 * f0[None, :] + s1 * f1[None, :]) + (s2 * f2[None, :] + s3 * f3[None, :]), 1)
 
 
-@triton.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
-
-
 def _kernel(
     qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots, norm_weight,
     A_log, dt_bias, out,
@@ -149,7 +141,7 @@ def _kernel(
     read = tl.load(read_slots + i_b * stride_read).to(tl.int64)
     write = tl.load(write_slots + i_b * stride_write).to(tl.int64)
     out += i_b * stride_ob + i_h.to(tl.int64) * GROUP * stride_oh
-    if _good(read, slots, null_slot) & _good(write, slots, null_slot):
+    if good(read, slots, null_slot) & good(write, slots, null_slot):
         qkv += i_b * stride_xb
         history = conv_state + read * stride_cs
         o_q = i_h * K + o_k

@@ -34,11 +34,11 @@ import triton.language as tl
 from thalweg.device import arch, current
 from thalweg.kda import chunks
 from thalweg.kda.anchor import anchored, frame
+from thalweg.kda.gate import LOG2E, log_decay
 from thalweg.kda.halving import half_scores, unit_lower_inverse
 from thalweg.kda.products import halves, sums
 from thalweg.kda.substitution import invert
 
-LOG2E = tl.constexpr(1.4426950408889634)
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
 
 
@@ -92,18 +92,7 @@ def choose(shape: Shape, device: str) -> Config:
 @triton.jit
 def _log2_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
     """Log decay of a raw gate, in base 2."""
-    if GATE == "given":
-        b_g = b_x
-    elif GATE == "soft":
-        b_x += b_bias
-        b_e = tl.exp(tl.minimum(b_x, 20.0))
-        b_u = 1.0 + b_e
-        # log(1 + e) with all digits of a small e, which a slow gate is made of.
-        b_plus = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
-        b_g = -b_rate * tl.where(b_x > 20.0, b_x, b_plus)
-    else:
-        b_g = lower_bound / (1.0 + tl.exp2((b_rate * -LOG2E) * (b_x + b_bias)))
-    return tl.maximum(b_g, FORGOTTEN) * LOG2E
+    return tl.maximum(log_decay(b_x, b_rate, b_bias, lower_bound, GATE), FORGOTTEN) * LOG2E
 
 
 @triton.jit

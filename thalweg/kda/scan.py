@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from thalweg.device import arch, current
 from thalweg.kda import chunks
 from thalweg.kda.products import halves, product
+from thalweg.kda.slots import good
 
 
 class Shape(NamedTuple):
@@ -65,11 +66,6 @@ def choose(shape: Shape, device: str) -> Config:
     if device.startswith("gfx"):
         return Config("bf16", values, 1, 8, False, "gfx950: four waves spill 24 bytes a lane, eight none")
     return Config("bf16", values, 3, 4, True, "64 rows: one wgmma, left operand in registers; bulk v: 328, not 580 us")
-
-
-@triton.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
 
 
 @triton.jit
@@ -151,7 +147,7 @@ def _kernel(
         anew = False
         if fresh is not None:
             anew = tl.load(fresh + i_n.to(tl.int64) * stride_fresh) != 0
-        live = _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
+        live = good(write, slots, null_slot) & (anew | good(read, slots, null_slot))
         o_t = tl.arange(0, C)
         o_k = tl.arange(0, BK)
         m_v = (o_v < V)[:, None]
@@ -186,7 +182,7 @@ def _kernel(
                     if (i_c % step == 0) & (i_c * C <= end - start) & (j < marks):
                         p_mark = checkpoint_slots + i_n.to(tl.int64) * stride_mn + j.to(tl.int64) * stride_mj
                         mark = tl.load(p_mark).to(tl.int64)
-                        if _good(mark, slots, null_slot):
+                        if good(mark, slots, null_slot):
                             tl.store(p_state + mark * stride_s, b_s.to(state.dtype.element_ty), m_s)
             if i_last < total:
                 tl.store(p_carry + (1 - turn) * flip, b_s, m_s)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from thalweg.device import arch, current
+from thalweg.kda.slots import good
 
 
 class Shape(NamedTuple):
@@ -69,11 +70,6 @@ def whole(K: int, V: int) -> bool:
 
 
 @triton.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
-
-
-@triton.jit
 def _read(b_s, p_key):
     """S times a vector of K, for every row of the slice: over the pieces in a lane first."""
     return tl.sum(tl.sum(b_s * tl.load(p_key), 1), 1)
@@ -99,7 +95,7 @@ def _kernel(
     n = S
     if accepted is not None:
         n = tl.minimum(tl.maximum(tl.load(accepted + i_b * stride_acc), 0), S).to(tl.int32)
-    live = _good(read, slots, null_slot) & _good(write, slots, null_slot) & (n > 0)
+    live = good(read, slots, null_slot) & good(write, slots, null_slot) & (n > 0)
     o_n = (i_v + tl.arange(0, BV)).to(tl.int64)
     m_n = o_n < V
     p_out = out

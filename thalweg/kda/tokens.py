@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 
 from thalweg.device import arch, current
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from thalweg.kda.gate import log_decay
+from thalweg.kda.slots import good
 
 
 class Workspace(NamedTuple):
@@ -88,23 +88,6 @@ def choose(shape: Shape, device: str) -> Config:
     if shape.S == 1:
         return Config(max(1, width // 32), "one channel a lane: 3.6 us against 5.0 for one row of 12 heads")
     return Config(max(1, width // 128), "four channels a lane: the many sums of several tokens stay inside a warp")
-
-
-@triton.jit
-def _decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
-    """exp of the log decay of a raw gate."""
-    if GATE == "given":
-        b_g = b_x
-    elif GATE == "soft":
-        b_x += b_bias
-        b_e = tl.exp(tl.minimum(b_x, 20.0))
-        b_u = 1.0 + b_e
-        # log(1 + e) with all digits of a small e, which a slow gate is made of.
-        b_plus = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
-        b_g = -b_rate * tl.where(b_x > 20.0, b_x, b_plus)
-    else:
-        b_g = lower_bound / (1.0 + tl.exp2((b_rate * -LOG2E) * (b_x + b_bias)))
-    return tl.exp(b_g)
 
 
 @triton.jit
@@ -179,7 +162,7 @@ def _hand_over(
     decays = ()
     betas = ()
     for t in tl.static_range(S):
-        b_g = _decay(raw[t].to(tl.float32), b_rate, b_d, lower_bound, GATE)
+        b_g = tl.exp(log_decay(raw[t].to(tl.float32), b_rate, b_d, lower_bound, GATE))
         decays = decays + (tl.where(t < n, b_g, 1.0),)
         b_beta = tl.sigmoid(logits[t].to(tl.float32)) * (2.0 if DOUBLED else 1.0)
         betas = betas + (tl.where(t < n, b_beta, 0.0),)
@@ -215,11 +198,6 @@ def _run(
     tl.store(p_keys + (FIRST + SPAN - 1) * (4 * BK) + 3 * BK + o_k, b_d)
 
 
-@triton.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
-
-
 def _kernel(
     qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, conv_state, read_slots, write_slots, accepted,
     keys, pairs, values, H, HV, slots, null_slot, lower_bound, scale,
@@ -239,7 +217,7 @@ def _kernel(
     n = S
     if accepted is not None:
         n = tl.minimum(tl.maximum(tl.load(accepted + i_b * stride_acc), 0), S).to(tl.int32)
-    live = _good(read, slots, null_slot) & _good(write, slots, null_slot) & (n > 0)
+    live = good(read, slots, null_slot) & good(write, slots, null_slot) & (n > 0)
     if live:
         qkv += i_b * stride_xb
         p_read = conv_state + read * stride_s

@@ -1,0 +1,9 @@
+"""Slots of a pool, inside kernels."""
+
+import triton
+
+
+@triton.jit
+def good(slot, slots, null_slot):
+    """Whether a slot may be read or written: inside a pool of `slots`, and not the reserved one."""
+    return (slot >= 0) & (slot < slots) & (slot != null_slot)
