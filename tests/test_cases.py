@@ -21,6 +21,7 @@ def test_every_named_shape_is_there():
     shapes = itertools.product((12, 24, 32, 48, 64, 96), (1, 2, 4, 8, 16, 32, 64, 128), ("", "-bf16state"))
     wanted |= {f"decode-h{H}-b{B}{suffix}" for H, B, suffix in shapes}
     wanted |= {f"{op}-{ending}" for op in ("score", "topk", "select") for ending in (*ENDINGS, "p128k-784")}
+    wanted |= {f"append-{ending}" for ending in (*ENDINGS, *(f"d{n}-s{new}" for n in (1, 16, 64) for new in (2, 3)))}
     wanted |= {f"attend-{ending}-{kind}" for ending in ("p128k", "mix") for kind in ("rnd", "ovl")}
     wanted |= {f"attend-{ending}" for ending in ("d1", "d16", "d64", "p128k-rnd-784")}
     assert set(cases.TIMED) == wanted
@@ -87,6 +88,20 @@ def test_norm_bytes_are_those_of_its_tensors():
     case = cases.TIMED["norm-8192-h64"]
     args = case.make("meta")
     assert case.bytes == nbytes(args, "o gate weight gate")
+
+
+@pytest.mark.parametrize(
+    ("id", "angles", "old", "complete"), [("append-d16-s3", 3, 32, 16), ("append-p128k", 4096, 0, 1024)]
+)
+def test_append_bytes_are_those_of_its_tensors(id, angles, old, complete):
+    """Angles at so many positions, raw keys of earlier calls, block keys that become complete (and their pages)."""
+    case = cases.TIMED[id]
+    args = case.make("meta")
+    ring = min(len(args["positions"]), args["raw_ring"].shape[0] * (3 if id.endswith("s3") else 8))
+    moved = (
+        nbytes(args, "index_qk q_norm_weight k_norm_weight positions row_request") + nbytes(args, "index_qk") * 4 // 5
+    )
+    assert case.bytes == moved + 256 * angles + 256 * (old + ring + complete) + 4 * complete
 
 
 @pytest.mark.parametrize("id", ["decode-h12-b1", "decode-h96-b128", "decode-h64-b16-bf16state"])

@@ -6,11 +6,11 @@ device; on the meta device nothing is allocated. The same case, seed and kind of
 Ids: `solve-<tokens>x<heads>`, `conv-<tokens>-h<heads>` (or `-<sequences>x<tokens>-`), `norm-<tokens>-h<heads>`,
 `prefill-<sequences>x<tokens>-h<heads>` (`-fast`: gates that forget within a chunk),
 `decode-h<heads>-b<rows>` (`-bf16state`), `verify-` and `commit-h<heads>-b<rows>-s<drafts>`,
-`score- topk- select-` and `attend-` with `p<context>` (one request, the last 4096 rows of a context in units of 1024
-tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row a request at 128K); attention picks
-blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold 64 tokens or block keys; `-784` has
-pages of 784 tokens, 196 block keys. `check-*`: small ones for every op, with padding, odd strides and NaN wherever
-nothing may be read; they are not for timing.
+`append- score- topk- select-` and `attend-` with `p<context>` (one request, the last 4096 rows of a context in units of
+1024 tokens), `mix` (16 requests x 512 rows, contexts 8K to 68K), `d<rows>` (one row a request at 128K; `-s2`, `-s3`: so
+many new ones); attention picks blocks at random (`rnd`) or with 90 % shared by a request's rows (`ovl`). Pages hold 64
+tokens or block keys; `-784` has pages of 784 tokens, 196 block keys. `check-*`: small ones for every op, with padding,
+odd strides and NaN wherever nothing may be read; they are not for timing.
 """
 
 import difflib
@@ -150,6 +150,19 @@ def _index(ending: str, note: str, r: Rows) -> list[Case]:
     ]
 
 
+def _append(ending: str, note: str, r: Rows, ring: int = 8) -> Case:
+    """The ring's old keys are read where a group that they began is completed, angles once a position."""
+    R, width, complete, old = len(r.contexts) * r.rows, 4 * 128, 0, 0
+    for context in r.contexts:
+        began = (context - r.rows) % RATIO
+        complete += (began + r.rows) // RATIO
+        old += began if began + r.rows >= RATIO else 0
+    angles = len({p for c in r.contexts for p in range(c - r.rows, c)})
+    keys = R + old + min(r.rows, ring) * len(r.contexts) + complete  # raw in, old ones, into the ring, block keys
+    moved = 2 * (2 * R * width + 128 * (keys + 2)) + 4 * (64 * angles + 2 * R + complete)
+    return Case(f"append-{ending}", "qsa_append", note, lambda s: inputs.append(s, r, ring=ring), 0.0, moved)
+
+
 def _attend(ending: str, note: str, r: Rows, shared: float) -> Case:
     R, D, heads = len(r.contexts) * r.rows, 256, 24
     tokens = [BUDGET * RATIO + (p + 1) % RATIO for c in r.contexts for p in range(c - r.rows, c)]
@@ -171,6 +184,8 @@ def _qsa_cases() -> list[Case]:
     for ending, rows in (prefill | mix | decode | odd).items():
         note = f"{notes[ending[0]]}, pages of {rows.page} block keys"
         cases += _index(ending, note, rows)
+        if ending != "p128k-784":
+            cases.append(_append(ending, note, rows))
         if ending in ("p32k", "p249k"):
             continue
         note = f"{notes[ending[0]]}, pages of {rows.kv_page} tokens"
@@ -182,6 +197,9 @@ def _qsa_cases() -> list[Case]:
             if not page or kind == "rnd":
                 name = f"{stem}-{kind}" + (f"-{page}" if page else "")
                 cases.append(_attend(name, f"{note}, {int(100 * shared)} % shared picks", rows, shared))
+    for count, new in itertools.product((1, 16, 64), (2, 3)):
+        rows = Rows((128 * unit + 1,) * count, new)  # completes a group that began in an earlier call
+        cases.append(_append(f"d{count}-s{new}", f"{new} rows a request, pages of {rows.page} block keys", rows))
     return cases
 
 

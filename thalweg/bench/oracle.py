@@ -232,35 +232,44 @@ def _gathered(pages: torch.Tensor, table: torch.Tensor, entries: torch.Tensor) -
 
 
 def qsa_append(args: Args, dtype: torch.dtype) -> Tensors:
+    """Row after row as far as indices go: which row an entry of the ring holds; then all rows and groups at once."""
     keys, ring, ratio, eps = args["block_keys"], args["raw_ring"].clone(), args.get("ratio", 4), args.get("eps", 1e-6)
-    Di, weights = keys.shape[2], (args["q_norm_weight"], args["k_norm_weight"])
+    Di, weights, device = keys.shape[2], (args["q_norm_weight"], args["k_norm_weight"]), keys.device
     low = TRUTH if dtype == TRUTH else keys.dtype  # the truth is not rounded between the steps
     raw = args["index_qk"].unflatten(1, (-1, Di))
-    axes, ring_axes = args.get("rope_positions"), args.get("ring_positions")
-    ring_axes = None if ring_axes is None else ring_axes.clone()
-    positions, requests = args["positions"].tolist(), args["row_request"].tolist()
-    pool, out = _pool(keys, dtype), torch.zeros(raw.shape[0], raw.shape[1] - 1, Di, dtype=low, device=keys.device)
-    table, (wq, wk) = args["rope_table"].to(dtype), _cast(dtype, *weights)
-    for row, (p, request) in enumerate(zip(positions, requests)):
+    axes, old_at = args.get("rope_positions"), args.get("ring_positions")
+    at = args["positions"][:, None].expand(-1, 3) if axes is None else axes
+    old_at = None if old_at is None else old_at.clone()
+    pages, page_rows = args["page_table"].tolist(), keys.shape[1]
+    live, held, groups = [], {}, []
+    for row, (p, request) in enumerate(zip(args["positions"].tolist(), args["row_request"].tolist())):
         if p < 0 or not 0 <= request < ring.shape[0]:
             continue
-        axis = torch.tensor([p], device=keys.device) if axes is None else axes[row][None]
-        out[row] = qsa.index_query(raw[row, :-1][None].to(dtype), wq, qsa.rope_rows(table, axis), low, eps)[0]
-        ring[request, p % ring.shape[1]] = raw[row, -1]
-        if ring_axes is not None:
-            ring_axes[request, p % ring.shape[1]] = axes[row]
-        if p % ratio != ratio - 1:
-            continue
-        first = p - ratio + 1
-        members = torch.arange(first, p + 1, device=keys.device) % ring.shape[1]
-        axis = torch.tensor([first], device=keys.device) if ring_axes is None else ring_axes[request, members[:1]]
-        key = qsa.block_key(ring[request, members][None].to(dtype), wk, qsa.rope_rows(table, axis), low, eps)[0]
-        page, entry = divmod(p // ratio, keys.shape[1])
-        page = int(args["page_table"][request, page]) if page < args["page_table"].shape[1] else -1
-        if 0 <= page < keys.shape[0]:
-            pool[page, entry] = key
+        live.append(row)
+        held[request, p % ring.shape[1]] = row
+        page, entry = divmod(p // ratio, page_rows)
+        page = pages[request][page] if page < len(pages[request]) else -1
+        if p % ratio == ratio - 1 and 0 <= page < keys.shape[0]:
+            entries = [m % ring.shape[1] for m in range(p - ratio + 1, p + 1)]
+            groups.append((page, entry, p - ratio + 1, request, entries, [held.get((request, e), -1) for e in entries]))
+    pool, out = _pool(keys, dtype), torch.zeros(raw.shape[0], raw.shape[1] - 1, Di, dtype=low, device=device)
+    table, (wq, wk) = args["rope_table"].to(dtype), _cast(dtype, *weights)
+    out[live] = qsa.index_query(raw[live, :-1].to(dtype), wq, qsa.rope_rows(table, at[live]), low, eps)
+    if groups:
+        page, entry, first, request, entries, rows = (torch.tensor(part, device=device) for part in zip(*groups))
+        new = rows >= 0
+        old = ring[request[:, None], entries]
+        members = torch.where(new[..., None], raw[rows.clamp(min=0), -1].to(ring.dtype), old)
+        first = first[:, None].expand(-1, 3)
+        if old_at is not None:
+            first = torch.where(new[:, :1], axes[rows[:, 0].clamp(min=0)], old_at[request, entries[:, 0]])
+        pool[page, entry] = qsa.block_key(members.to(dtype), wk, qsa.rope_rows(table, first), low, eps)
+    for (request, entry), row in held.items():
+        ring[request, entry] = raw[row, -1]
+        if old_at is not None:
+            old_at[request, entry] = axes[row]
     result = {"out": _result(out, keys.dtype, dtype), "raw_ring": ring, "block_keys": pool}
-    return result if ring_axes is None else result | {"ring_positions": ring_axes}
+    return result if old_at is None else result | {"ring_positions": old_at}
 
 
 def qsa_score(args: Args, dtype: torch.dtype) -> Tensors:
