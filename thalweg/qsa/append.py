@@ -3,8 +3,8 @@
     query      rope(round(norm(raw))), rounded; norm(x) = x rsqrt(mean x^2 + eps) (1 + w), RoPE on the first R lanes
     block key  the same of the float32 mean, rounded, of the group's raw keys, RoPE at the group's first token
 
-A program is a token or a request. A token's makes its queries, and its block key if it ends a group that lies whole in
-this call. A request's finds the request's run of rows; the one group that began in an earlier call takes its old keys
+A program is TOKENS tokens' queries, or the block keys of those that end a group that lies whole in this call, or a
+request. A request's finds the request's run of rows; the one group that began in an earlier call takes its old keys
 from the ring, and only then are the newest keys put into it: no other program reads or writes that ring, so that what
 is needed is never overwritten before it is read. Both make a block key by the same steps in the same order.
 
@@ -27,6 +27,8 @@ import triton.language as tl
 from thalweg.device import current
 
 ROWS = 1024  # of row_request that a request's program looks at in one step
+TOKENS = 2  # of a program
+HEADS = 4  # of a token that are loaded together
 
 
 @triton.jit
@@ -51,8 +53,8 @@ def _rotated(b_x, b_y, p_w, stride_w, o_d, o_p, b_sign, b_cos, b_sin, eps, dtype
 
 @triton.jit
 def _angles(rope_table, b_position, o_d, P, stride_tp, stride_tl, HALF: tl.constexpr):
-    """cos and sin of the lanes at positions (a scalar, or one a lane), clipped to the table."""
-    b_position = tl.minimum(tl.maximum(b_position, 0), P - 1)
+    """cos and sin of the lanes o_d at positions (as wide as o_d, or 1 wide), clipped to the table."""
+    b_position = tl.minimum(tl.maximum(b_position, 0), P - 1).to(tl.int32)
     o_f = tl.where(o_d < HALF, o_d, o_d - HALF)
     m = o_d < 2 * HALF
     p = rope_table + b_position * stride_tp
@@ -64,6 +66,40 @@ def _angles(rope_table, b_position, o_d, P, stride_tp, stride_tl, HALF: tl.const
 def _axis(o_d, HALF: tl.constexpr):
     """Frequency lane f takes its angle from axis f % 3."""
     return tl.where(o_d < HALF, o_d, o_d - HALF) % 3
+
+
+@triton.jit
+def _queries(
+    index_qk, q_norm_weight, rope_table, positions, row_request, axes, out, i_tile, T, P, requests, heads, eps,
+    stride_qt, stride_qd, stride_qw, stride_rp, stride_rl, stride_p, stride_rr, stride_at, stride_aa, stride_ot,
+    stride_oh, stride_od, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """The index queries of BT tokens, BH heads at a time, zeros for padding: a row of the tile is a token's head."""
+    o_d, o_p, b_sign = _lanes(D, BD, HALF)
+    o_d, o_p, b_sign = o_d[None], o_p[None], b_sign[None]
+    o_r = tl.arange(0, BT * BH)[:, None]
+    o_t = i_tile.to(tl.int64) * BT + o_r // BH
+    b_request = tl.load(row_request + o_t * stride_rr, mask=o_t < T, other=-1).to(tl.int64)
+    b_at = tl.load(positions + o_t * stride_p, mask=o_t < T, other=-1).to(tl.int64)
+    live = (b_request >= 0) & (b_request < requests) & (b_at >= 0)
+    if axes is not None:
+        b_at = tl.load(axes + o_t * stride_at + _axis(o_d, HALF) * stride_aa, mask=live, other=0).to(tl.int64)
+    b_cos, b_sin = _angles(rope_table, b_at, o_d, P, stride_rp, stride_rl, HALF)
+    b_w = tl.load(q_norm_weight + o_d * stride_qw, mask=o_d < D, other=0.0).to(tl.float32)
+    b_v = tl.load(q_norm_weight + o_p * stride_qw).to(tl.float32)
+    dtype = out.dtype.element_ty
+    for i_h in range(0, heads, BH):
+        o_h = i_h + o_r % BH
+        p_q = index_qk + o_t * stride_qt + o_h * D * stride_qd
+        m = live & (o_h < heads)
+        b_x = tl.load(p_q + o_d * stride_qd, mask=m & (o_d < D), other=0.0).to(tl.float32)
+        b_y = tl.load(p_q + o_p * stride_qd, mask=m, other=0.0).to(tl.float32)
+        b_n = tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / D + eps)
+        b_x = (b_x * b_n * (1.0 + b_w)).to(dtype).to(tl.float32)
+        b_y = (b_y * b_n * (1.0 + b_v)).to(dtype).to(tl.float32)
+        b_q = tl.where(o_d < 2 * HALF, b_x * b_cos + b_sign * b_y * b_sin, b_x)
+        p_o = out + o_t * stride_ot + o_h * stride_oh + o_d * stride_od
+        tl.store(p_o, tl.where(m, b_q, 0.0).to(dtype), mask=(o_t < T) & (o_h < heads) & (o_d < D))
 
 
 @triton.jit
@@ -92,9 +128,9 @@ def _block_key(
                 b_x += tl.load(p_m + o_d * stride_gd, mask=o_d < D, other=0.0).to(tl.float32)
                 b_y += tl.load(p_m + o_p * stride_gd).to(tl.float32)
             else:
-                p_m = p_raw - (ratio - 1 - i) * stride_qt
-                b_x += tl.load(p_m + o_d * stride_qd, mask=o_d < D, other=0.0).to(ring_type).to(tl.float32)
-                b_y += tl.load(p_m + o_p * stride_qd).to(ring_type).to(tl.float32)
+                p_n = p_raw - (ratio - 1 - i) * stride_qt  # a name of its own: another dtype
+                b_x += tl.load(p_n + o_d * stride_qd, mask=o_d < D, other=0.0).to(ring_type).to(tl.float32)
+                b_y += tl.load(p_n + o_p * stride_qd).to(ring_type).to(tl.float32)
         b_n = tl.zeros([BD], tl.float32) + ratio
         b_x = tl.div_rn(b_x, b_n).to(dtype).to(tl.float32)
         b_y = tl.div_rn(b_y, b_n).to(dtype).to(tl.float32)
@@ -127,6 +163,35 @@ def _run(row_request, positions, i_request, T, stride_rr, stride_p, ROWS: tl.con
     return tl.min(b_first, 0), tl.max(b_last, 0)
 
 
+@triton.jit
+def _to_ring(
+    index_key, axes, p_ring, p_ring_axes, row_request, positions, i_request, i_first, i_last, Rn, stride_qt, stride_qd,
+    stride_rr, stride_p, stride_gr, stride_gd, stride_at, stride_aa, stride_xr, stride_xa,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """The raw keys of a request's newest rows to its ring, backwards, until a row is older than the ring is deep."""
+    o_d = tl.arange(0, BD)[None]
+    newest = tl.load(positions + i_last * stride_p).to(tl.int64)
+    i_t = i_last.to(tl.int64)
+    while i_t >= i_first:
+        o_t = i_t - tl.arange(0, BR)[:, None]
+        b_position = tl.load(positions + o_t * stride_p, mask=o_t >= i_first, other=-1).to(tl.int64)
+        b_request = tl.load(row_request + o_t * stride_rr, mask=o_t >= i_first, other=-1).to(tl.int64)
+        mine = (b_request == i_request) & (b_position >= 0)
+        older = tl.max((mine & (b_position <= newest - Rn + 1)).to(tl.int32))
+        mine = mine & (b_position > newest - Rn) & (b_position <= newest)
+        entry = tl.maximum(b_position, 0) % Rn
+        m = mine & (o_d < D)
+        b_x = tl.load(index_key + o_t * stride_qt + o_d * stride_qd, mask=m, other=0.0)
+        tl.store(p_ring + entry * stride_gr + o_d * stride_gd, b_x.to(p_ring.dtype.element_ty), mask=m)
+        if axes is not None:
+            o_a = tl.arange(0, 4)[None]
+            m = mine & (o_a < 3)
+            b_a = tl.load(axes + o_t * stride_at + o_a * stride_aa, mask=m, other=0)
+            tl.store(p_ring_axes + entry * stride_xr + o_a * stride_xa, b_a.to(p_ring_axes.dtype.element_ty), mask=m)
+        i_t = tl.where(older > 0, i_first - 1, i_t - BR)
+
+
 def _kernel(
     index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, keys, table, axes, ring_axes,
     out, T, P, Rn, ratio, eps, requests, columns, pages, heads,
@@ -134,48 +199,41 @@ def _kernel(
     stride_rr: tl.int64, stride_gn: tl.int64, stride_gr: tl.int64, stride_gd, stride_kp: tl.int64, stride_kr: tl.int64,
     stride_kd, stride_pn: tl.int64, stride_pp: tl.int64, stride_at: tl.int64, stride_aa: tl.int64, stride_xn: tl.int64,
     stride_xr: tl.int64, stride_xa: tl.int64, stride_ot: tl.int64, stride_oh: tl.int64, stride_od,
-    D: tl.constexpr, BD: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    o_d, o_p, b_sign = _lanes(D, BD, HALF)
     index_qk_key = index_qk + heads * D * stride_qd
-    if tl.program_id(0) < T:
-        i_t = tl.program_id(0).to(tl.int64)
-        i_request = tl.load(row_request + i_t * stride_rr).to(tl.int64)
-        position = tl.load(positions + i_t * stride_p).to(tl.int64)
-        p_axes = axes
-        if axes is not None:
-            p_axes += i_t * stride_at
-        p_out = out + i_t * stride_ot
-        if (i_request >= 0) & (i_request < requests) & (position >= 0):
-            b_at = position
-            if axes is not None:
-                b_at = tl.load(p_axes + _axis(o_d, HALF) * stride_aa).to(tl.int64)
-            b_cos, b_sin = _angles(rope_table, b_at, o_d, P, stride_rp, stride_rl, HALF)
-            for i_h in range(heads):
-                p_q = index_qk + i_t * stride_qt + i_h * D * stride_qd
-                b_x = tl.load(p_q + o_d * stride_qd, mask=o_d < D, other=0.0).to(tl.float32)
-                b_y = tl.load(p_q + o_p * stride_qd).to(tl.float32)
-                b_q = _rotated(b_x, b_y, q_norm_weight, stride_qw, o_d, o_p, b_sign, b_cos, b_sin, eps,
-                               out.dtype.element_ty, D, HALF)  # fmt: skip
-                tl.store(p_out + i_h * stride_oh + o_d * stride_od, b_q, mask=o_d < D)
-            back = ratio - 1
-            if (position % ratio == back) & (i_t >= back):
-                i_f = i_t - back
+    tiles = (T + BT - 1) // BT
+    i_p = tl.program_id(0)
+    if i_p < tiles:
+        _queries(
+            index_qk, q_norm_weight, rope_table, positions, row_request, axes, out, i_p, T, P, requests, heads, eps,
+            stride_qt, stride_qd, stride_qw, stride_rp, stride_rl, stride_p, stride_rr, stride_at, stride_aa, stride_ot,
+            stride_oh, stride_od, D, BD, BT, BH, HALF,
+        )  # fmt: skip
+    elif i_p < 2 * tiles:
+        back = ratio - 1
+        for i in range(BT):
+            i_t = (i_p - tiles).to(tl.int64) * BT + i
+            position = tl.load(positions + i_t * stride_p, mask=i_t < T, other=-1).to(tl.int64)
+            i_request = tl.load(row_request + i_t * stride_rr, mask=i_t < T, other=-1).to(tl.int64)
+            i_f = i_t - back
+            ends = (i_request >= 0) & (i_request < requests) & (position >= 0) & (position % ratio == back) & (i_f >= 0)
+            if ends:
                 whole = tl.load(row_request + i_f * stride_rr).to(tl.int64) == i_request
                 whole = whole & (tl.load(positions + i_f * stride_p).to(tl.int64) == position - back)
                 if whole:
+                    p_axes = axes
+                    if axes is not None:
+                        p_axes += i_t * stride_at
                     _block_key(
                         index_qk_key + i_t * stride_qt, raw_ring, p_axes, ring_axes, k_norm_weight, rope_table, keys,
                         table + i_request * stride_pn, position, 0, P, Rn, ratio, eps, columns, pages,
                         stride_qt, stride_qd, stride_gr, stride_gd, stride_at, stride_aa, stride_xr, stride_xa,
                         stride_kw, stride_rp, stride_rl, stride_kp, stride_kr, stride_kd, stride_pp, D, BD, HALF, PAGE,
                     )  # fmt: skip
-        else:
-            for i_h in range(heads):
-                b_q = tl.zeros([BD], out.dtype.element_ty)
-                tl.store(p_out + i_h * stride_oh + o_d * stride_od, b_q, mask=o_d < D)
     else:
-        i_request = (tl.program_id(0) - T).to(tl.int64)
+        i_request = (i_p - 2 * tiles).to(tl.int64)
         i_first, i_last = _run(row_request, positions, i_request, T, stride_rr, stride_p, ROWS)
         if i_last >= 0:
             first = tl.load(positions + i_first * stride_p).to(tl.int64)
@@ -199,22 +257,11 @@ def _kernel(
                     stride_kw, stride_rp, stride_rl, stride_kp, stride_kr, stride_kd, stride_pp, D, BD, HALF, PAGE,
                 )  # fmt: skip
             tl.debug_barrier()  # every lane has read the old keys
-            newest = tl.load(positions + i_last * stride_p).to(tl.int64)
-            i_t = i_last
-            while i_t >= i_first:  # backwards, until a row is older than the ring is deep
-                position = tl.load(positions + i_t * stride_p).to(tl.int64)
-                mine = (tl.load(row_request + i_t * stride_rr).to(tl.int64) == i_request) & (position >= 0)
-                b_x = tl.load(index_qk_key + i_t * stride_qt + o_d * stride_qd, mask=o_d < D, other=0.0)
-                b_x = b_x.to(raw_ring.dtype.element_ty)
-                mine = mine & (position > newest - Rn) & (position <= newest)
-                entry = tl.maximum(position, 0) % Rn
-                tl.store(p_ring + entry * stride_gr + o_d * stride_gd, b_x, mask=(o_d < D) & mine)
-                if axes is not None:
-                    o_a = tl.arange(0, 4)
-                    b_a = tl.load(axes + i_t * stride_at + o_a * stride_aa, mask=o_a < 3, other=0)
-                    b_a = b_a.to(ring_axes.dtype.element_ty)
-                    tl.store(p_ring_axes + entry * stride_xr + o_a * stride_xa, b_a, mask=(o_a < 3) & mine)
-                i_t = tl.where(mine & (position <= newest - Rn + 1), i_first - 1, i_t - 1)
+            _to_ring(
+                index_qk_key, axes, p_ring, p_ring_axes, row_request, positions, i_request, i_first, i_last, Rn,
+                stride_qt, stride_qd, stride_rr, stride_p, stride_gr, stride_gd, stride_at, stride_aa, stride_xr,
+                stride_xa, D, BD, BR,
+            )  # fmt: skip
 
 
 # Counts and the strides that follow them change from step to step: none of their values may be compiled in.
@@ -242,7 +289,7 @@ def append(
     rope_positions: torch.Tensor | None = None,
     ring_positions: torch.Tensor | None = None,
 ) -> None:
-    """Launches the kernel, a program a token and a request; arguments as the module's docstring says. No sync."""
+    """Launches the kernel, programs of tokens and of requests; arguments as the module's docstring says. No sync."""
     T, D = index_qk.shape[0], q_norm_weight.shape[0]
     requests, columns = page_table.shape
     if T == 0:
@@ -250,7 +297,7 @@ def append(
     axes = (0, 0) if rope_positions is None else rope_positions.stride()
     ring_axes = (0, 0, 0) if ring_positions is None else ring_positions.stride()
     with current(index_qk.device):
-        kernel[(T + requests,)](
+        kernel[(2 * -(-T // TOKENS) + requests,)](
             index_qk, q_norm_weight, k_norm_weight, rope_table, positions, row_request, raw_ring, block_keys,
             page_table, rope_positions, ring_positions, out,
             T, rope_table.shape[0], raw_ring.shape[1], ratio, float(eps), requests, columns,
@@ -258,6 +305,6 @@ def append(
             index_qk.shape[1] // D - 1, *index_qk.stride(), q_norm_weight.stride(0), k_norm_weight.stride(0),
             *rope_table.stride(), positions.stride(0), row_request.stride(0), *raw_ring.stride(), *block_keys.stride(),
             *page_table.stride(), *axes, *ring_axes, *out.stride(),
-            D=D, BD=max(16, triton.next_power_of_2(D)), HALF=rope_table.shape[1] // 2,
-            PAGE=max(1, block_keys.shape[1]), ROWS=ROWS, num_warps=1,
+            D=D, BD=max(16, triton.next_power_of_2(D)), BT=TOKENS, BH=HEADS, BR=16,
+            HALF=rope_table.shape[1] // 2, PAGE=max(1, block_keys.shape[1]), ROWS=ROWS, num_warps=4,
         )  # fmt: skip
