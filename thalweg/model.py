@@ -135,30 +135,32 @@ class Session:
 
     def _step(self, pieces: list[tuple[int, int]], decode: bool) -> Step:
         """Metadata of one pass over `count` next tokens of each sequence; sequence -1 is a padding row."""
-        rows, starts, counts = [], [], []
-        for sequence, count in pieces:
-            start = self.lengths[sequence] if sequence >= 0 else -1
-            if sequence >= 0 and self.pages.grow(sequence, start + count):
-                self.page_table = self.pages.table.to(self.device)
-            rows.append(torch.full((count,), sequence))
-            starts.append(torch.arange(start, start + count))
-            counts.append(count)
-        row_request, positions = torch.cat(rows), torch.cat(starts)
+        sequences, counts = (torch.tensor(part) for part in zip(*pieces))
+        starts = torch.tensor([self.lengths[i] if i >= 0 else -1 for i, _ in pieces])
+        for (i, count), start in zip(pieces, starts.tolist()):
+            if i >= 0 and self.pages.grow(i, start + count):
+                self.page_table = self.pages.table.to(self.device, non_blocking=True)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        row_request = sequences.repeat_interleave(counts)
+        positions = torch.arange(len(row_request)) + (starts - offsets[:-1]).repeat_interleave(counts)
         page = self.pages.table[row_request, (positions // PAGE_TOKENS).clamp(min=0)].long()
         page = page.masked_fill(positions < 0, 0)
-        slots = torch.tensor([sequence for sequence, _ in pieces])
-        to = self.device
-        positions = positions.to(to)
+        fresh = ((sequences >= 0) & (starts == 0)).long()
+        visible = qsa.visible_blocks(positions, self.model.config.ratio)
+        host = offsets, sequences, fresh, row_request, positions, visible, page, positions.clamp(min=0) % PAGE_TOKENS
+        copied = torch.cat(host).to(self.device, non_blocking=True)  # one copy, not one each
+        parts = copied.split([len(part) for part in host])
+        cu_seqlens, slots, fresh, row_request, positions, visible, page, page_row = parts
         return Step(
             decode=decode,
-            cu_seqlens=torch.tensor([0, *counts]).cumsum(0).to(to),
-            slots=slots.to(to),
-            fresh=torch.tensor([sequence >= 0 and self.lengths[sequence] == 0 for sequence, _ in pieces]).to(to),
-            row_request=row_request.to(to),
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            fresh=fresh > 0,
+            row_request=row_request,
             positions=positions,
-            visible=qsa.visible_blocks(positions, self.model.config.ratio),
-            page=page.to(to),
-            page_row=positions.clamp(min=0) % PAGE_TOKENS,
+            visible=visible,
+            page=page,
+            page_row=page_row,
             page_table=self.page_table,
             rope_table=self.rope_table,
             rope=qsa.rope_rows(self.rope_table, positions),
@@ -199,7 +201,7 @@ class Session:
         """One token of every sequence `[sequences]`; a row that is not live is padding. Logits `[sequences, vocab]`."""
         pieces = [(i if live is None or live[i] else -1, 1) for i in range(len(self.lengths))]
         with few_threads(len(pieces)):
-            logits = self.replay(tokens.to(self.device), self._step(pieces, decode=True))
+            logits = self.replay(tokens.to(self.device, non_blocking=True), self._step(pieces, decode=True))
         self._advance(pieces)
         return logits
 
@@ -290,7 +292,7 @@ class Generation:
             if not any(live) or made + 1 == self.sampling.max_new_tokens:
                 return
             started = time.perf_counter()
-            logits = session.step(torch.tensor(drawn), live)
+            logits = session.step(torch.tensor(drawn), live).cpu()  # a GPU is waited for
             self.timing.decode_tokens += sum(live)
             self.timing.decode_seconds += time.perf_counter() - started
 
@@ -299,7 +301,7 @@ class Generation:
         last: list[torch.Tensor] = [torch.empty(0)] * len(tokens)
         for spans in prefill_pieces([len(t) for t in tokens], self.piece):
             logits = session.prefill([(i, tokens[i][start:stop]) for i, start, stop in spans])
-            for row, (i, _, _) in zip(logits, spans):
+            for row, (i, _, _) in zip(logits.cpu(), spans):
                 last[i] = row
             done += sum(stop - start for _, start, stop in spans)
             self.timing.prefill_tokens, self.timing.prefill_seconds = done, time.perf_counter() - started
