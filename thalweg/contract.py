@@ -23,7 +23,7 @@ _FLOAT64 = 1.7976931348623157e308
 
 
 def refuse(op: str, argument: str, wanted: str, got: object) -> None:
-    raise ValueError(f"{op}: {argument} must be {wanted}, got {got}")
+    raise ValueError(f"{op}: {argument} must be {wanted}, got {' '.join(str(got).split())}")
 
 
 def checking(op: str, impl: str | None, check: bool | None) -> bool:
@@ -41,9 +41,19 @@ def device_of(tensor: object) -> object:
     return getattr(tensor, "device", None)
 
 
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values lie in its memory at its strides: not sparse, nested, opaque or negated when read."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return False
+    return torch.compiler.is_compiling() or not tensor.is_neg()
+
+
 def _describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {' '.join(reprlib.repr(value).split())}"
+    if not _plain(value):
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        return f"a {'lazily negated' if layout == 'strided' else layout} tensor"
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
@@ -71,7 +81,8 @@ def expect(
     """
     if tensor is None and optional:
         return
-    fits = isinstance(tensor, torch.Tensor) and (tensor.shape == shape or _matches(tensor.shape, shape))
+    fits = isinstance(tensor, torch.Tensor) and _plain(tensor)
+    fits = fits and (tensor.shape == shape or _matches(tensor.shape, shape))
     if not fits or tensor.dtype not in dtypes or tensor.device != device:
         sizes = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
