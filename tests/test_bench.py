@@ -202,6 +202,11 @@ def test_what_cannot_be_measured_is_one_line(run):
         (("bench", "kda_decode", "--case", "check-decode", "--device", "cpu", "--impl", "nope"), "impl must be one of"),
         (("bench", "kda_prefill", "--case", "check-prefill", "--device", "cpu", "--impl", "triton"), "CUDA tensors"),
         (("bench", "e2e", "--save", "--device", "cpu"), "--save takes rows of one op"),
+        (
+            ("bench", "e2e", "--case", "e2e-1", "--device", "cpu"),
+            "case must be one of e2e-4096, e2e-8x512, e2e-4k-1k-b",
+        ),
+        (("bench", "e2e", "--impl", "kda=triton", "--device", "cpu"), "op must be one of solve_unit_lower, "),
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and err.startswith("thalweg: ") and err.count("\n") == 1 and word in err, err

@@ -211,7 +211,9 @@ def generate(
 def bench(
     op: Annotated[str, typer.Argument(help="A public op, or e2e: the whole model, prefill and decode.")] = "e2e",
     case: Annotated[list[str] | None, typer.Option(help="Only this case, or those it fits (*); repeatable.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Only this implementation, or peer (fla).")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="Only this implementation, or peer (fla); e2e: or op=name,...")
+    ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
     save: Annotated[bool, typer.Option("--save", help="Append the rows to results/<gpu>.jsonl.")] = False,
@@ -245,7 +247,8 @@ def bench(
 def _bench_model(cases: Sequence[str], device: str, impl: str | None, as_json: bool) -> None:
     from thalweg.bench import endtoend
 
-    rows = [asdict(endtoend.run(name, device, impl)) for name in cases or endtoend.CASES]
+    named = endtoend.named(impl)
+    rows = [asdict(endtoend.run(name, device, named)) for name in cases or endtoend.CASES]
     if as_json:
         print_json(rows)
     else:

@@ -5,6 +5,7 @@ that goes through the public ops alone. Training differentiates through the refe
 `output` are methods of their own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,6 +14,13 @@ from torch import nn
 
 from thalweg import kda, qsa
 from thalweg.state import PAGE_TOKENS, KDAState, QSAState, Step
+
+Impls = str | Mapping[str, str] | None  # one implementation of every op, or of some ops by name
+
+
+def named(impl: Impls, op: str) -> str | None:
+    """The implementation that an op is asked for by name; None: its automatic choice."""
+    return impl if impl is None or isinstance(impl, str) else impl.get(op)
 
 
 @dataclass(frozen=True)
@@ -100,20 +108,21 @@ class KDALayer(nn.Module):
         return {"gate": config.gate, "A_log": self.A_log.float(), "dt_bias": self.dt_bias.float(),
                 "lower_bound": config.lower_bound}  # fmt: skip
 
-    def forward(self, x: torch.Tensor, state: KDAState, step: Step, impl: str | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, state: KDAState, step: Step, impl: Impls = None) -> torch.Tensor:
         H, D, eps = self.config.kda_heads, self.config.kda_dim, self.config.norm_eps
         qkv, g_raw, beta_logits, gate = self.project(x)
         gates = self.gate_arguments()
         if step.decode:
             o = kda.kda_decode(qkv, g_raw, beta_logits, gate, self.conv_weight, state.conv, state.recurrent, step.slots,
-                               norm_weight=self.norm_weight, norm_eps=eps, impl=impl, **gates)  # fmt: skip
+                               norm_weight=self.norm_weight, norm_eps=eps, **gates,
+                               impl=named(impl, "kda_decode"))  # fmt: skip
         else:
             mixed = kda.kda_conv(qkv, self.conv_weight, step.cu_seqlens, state.conv, step.slots,
-                                 fresh=step.fresh, impl=impl)  # fmt: skip
+                                 fresh=step.fresh, impl=named(impl, "kda_conv"))  # fmt: skip
             q, k, v = mixed.unflatten(-1, (3, H, D)).unbind(-3)
             o = kda.kda_prefill(q, k, v, g_raw, beta_logits, step.cu_seqlens, state.recurrent, step.slots,
-                                fresh=step.fresh, impl=impl, **gates)  # fmt: skip
-            o = kda.gated_rms_norm(o, gate, self.norm_weight, eps, impl=impl)
+                                fresh=step.fresh, impl=named(impl, "kda_prefill"), **gates)  # fmt: skip
+            o = kda.gated_rms_norm(o, gate, self.norm_weight, eps, impl=named(impl, "gated_rms_norm"))
         return self.out_proj(o.flatten(-2))
 
 
@@ -140,17 +149,17 @@ class QSALayer(nn.Module):
         k = qsa.apply_rope(qsa.gemma_norm(k, self.k_norm, config.norm_eps), rope).to(x.dtype)
         return q, gate, k, v, index_qk
 
-    def forward(self, x: torch.Tensor, state: QSAState, step: Step, impl: str | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, state: QSAState, step: Step, impl: Impls = None) -> torch.Tensor:
         config = self.config
         q, gate, k, v, index_qk = self.project(x, step.rope)
         state.write(k, v, step)
         index_q = qsa.qsa_append(index_qk, self.index_q_norm, self.index_k_norm, step.rope_table, step.positions,
                                  step.row_request, state.raw_ring, state.block_keys, step.page_table,
-                                 ratio=config.ratio, eps=config.norm_eps, impl=impl)  # fmt: skip
+                                 ratio=config.ratio, eps=config.norm_eps, impl=named(impl, "qsa_append"))  # fmt: skip
         blocks = qsa.qsa_select(index_q, state.block_keys, step.page_table, step.row_request, step.visible,
-                                config.budget // config.ratio, impl=impl)  # fmt: skip
+                                config.budget // config.ratio, impl=named(impl, "qsa_select"))  # fmt: skip
         o = qsa.qsa_attend(q, state.k_cache, state.v_cache, step.page_table, step.row_request, step.positions, blocks,
-                           ratio=config.ratio, out_gate=gate, impl=impl)  # fmt: skip
+                           ratio=config.ratio, out_gate=gate, impl=named(impl, "qsa_attend"))  # fmt: skip
         return self.out_proj(o.flatten(-2))
 
 
@@ -181,6 +190,6 @@ class Block(nn.Module):
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self.eps)
 
-    def forward(self, x: torch.Tensor, state: object, step: Step, impl: str | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, state: object, step: Step, impl: Impls = None) -> torch.Tensor:
         x = x + self.mixer(self.norm(x, self.mixer_norm), state, step, impl)
         return x + self.mlp(self.norm(x, self.mlp_norm))

@@ -20,7 +20,7 @@ from torch import nn
 
 from thalweg import qsa
 from thalweg.graphs import Replay
-from thalweg.layers import Block, Config
+from thalweg.layers import Block, Config, Impls
 from thalweg.state import PAGE_TOKENS, KDAState, Pages, QSAState, Step
 
 END = 0  # the byte that stands before every text and after it
@@ -111,7 +111,7 @@ class Session:
     On a GPU its steps are replayed as CUDA graphs where the implementations allow it; eager: never.
     """
 
-    def __init__(self, model: Decoder, capacity: Sequence[int], impl: str | None = None, eager: bool = False):
+    def __init__(self, model: Decoder, capacity: Sequence[int], impl: Impls = None, eager: bool = False):
         config, weight = model.config, model.embed.weight
         self.model, self.impl, self.device = model, impl, weight.device
         self.lengths = [0] * len(capacity)
@@ -274,7 +274,7 @@ class Generation:
     model: Decoder
     prompts: Sequence[bytes]
     sampling: Sampling
-    impl: str | None = None
+    impl: Impls = None
     piece: int = PIECE
     on_prefill: Callable[[int, int], None] | None = None  # rows done, rows in all
     timing: Timing = field(default_factory=Timing)
@@ -310,7 +310,7 @@ class Generation:
         return last
 
 
-def bits_per_byte(model: Decoder, text: bytes, piece: int = PIECE, impl: str | None = None) -> float:
+def bits_per_byte(model: Decoder, text: bytes, piece: int = PIECE, impl: Impls = None) -> float:
     """Mean bits the model needs for each byte of a text, read as one sequence through the ops."""
     tokens = encode(text)
     session, total = Session(model, [len(tokens)], impl), 0.0
