@@ -178,11 +178,16 @@ def test_saved_rows_are_lines_of_the_results_file(run, tmp_path, monkeypatch, qu
     monkeypatch.setenv("THALWEG_COMMIT", "abc1234")
     command = ("bench", "qsa_topk", "--case", "check-topk", "--device", "cpu", "--save")
     code, _, err = run(*command)
-    assert code == 0 and err == f"1 rows appended to {tmp_path / 'results' / 'cpu.jsonl'}\n"
+    assert code == 0 and err == f"1 rows saved in {tmp_path / 'results' / 'cpu.jsonl'}\n"
+    path = tmp_path / "results" / "cpu.jsonl"
+    first = json.loads(path.read_text())
+    other = json.dumps(first | {"impl": "another"}) + "\n"
+    path.write_text(json.dumps(first | {"us": 1e9}) + "\n" + other)  # an older row of it, and one of another
     code, out, _ = run(*command, "--json")
-    first, second = (json.loads(line) for line in (tmp_path / "results" / "cpu.jsonl").read_text().splitlines())
-    assert first == second == json.loads(out)[0] and [*first] == KEYS
+    kept, row = path.read_text().splitlines(keepends=True)
+    assert kept == other and json.loads(row) == json.loads(out)[0] == first and [*first] == KEYS
     assert (first["commit"], first["gpu"], first["torch"]) == ("abc1234", "cpu", torch.__version__)
+    assert [x.name for x in path.parent.iterdir()] == ["cpu.jsonl"]
 
 
 def test_the_table_shows_no_time_of_a_wrong_row():

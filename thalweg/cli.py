@@ -216,7 +216,7 @@ def bench(
     ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
-    save: Annotated[bool, typer.Option("--save", help="Append the rows to results/<gpu>.jsonl.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the rows in results/<gpu>.jsonl.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time an op on named shapes, each result compared with float64 first; exit 1 if one of ours is wrong."""
@@ -239,7 +239,7 @@ def bench(
     else:
         print_table(report.COLUMNS, [report.cells(row) for row in rows])
     if save and rows:
-        print(f"{len(rows)} rows appended to {path}", file=sys.stderr)
+        print(f"{len(rows)} rows saved in {path}", file=sys.stderr)
     if any(not row.ok and not row.peer for row in rows):
         raise typer.Exit(1)
 

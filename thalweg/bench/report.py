@@ -65,13 +65,17 @@ def line(row: Any) -> dict[str, Any]:
 
 
 def save(row: Any) -> Path:
-    """Appends a row to `results/<gpu>.jsonl` of the source tree (of the current folder elsewhere); returns the path."""
+    """Puts a row into `results/<gpu>.jsonl` of the source tree (of the current folder elsewhere), in the place of an
+    older one of the same case and implementation; returns the path."""
     folder = (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"
     name = row.gpu.lower().removeprefix("nvidia ").replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
-    with path.open("a") as file:
-        file.write(json.dumps(line(row)) + "\n")
+    kept = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [held for held in kept if (json.loads(held)["case"], json.loads(held)["impl"]) != (row.case, row.impl)]
+    part = path.with_suffix(".tmp")  # a reader sees the old rows or the new ones
+    part.write_text("".join(kept) + json.dumps(line(row)) + "\n")
+    os.replace(part, path)
     return path
 
 
