@@ -1,20 +1,22 @@
 """Gluon kernels run program by program in plain torch, where neither a GPU nor an interpreter takes them.
 
-`load("decode_gluon")` gives a module of `thalweg.kda` whose kernels are the same Python text, with a stand-in for the
-language: layouts mean nothing, tensors are torch's, shared memory is a NaN-filled tensor, bulk copies are done when
-they are started, a pointer knows its storage and refuses to leave it. So indices, masks and formulas are checked;
-layouts, barriers, races and the order of sums are not.
+`load("kda", "decode_gluon")` gives that module of `thalweg` with kernels of the same Python text and a stand-in for the
+language: layouts mean nothing, tensors are torch's, shared memory is a NaN-filled tensor, bulk copies and products are
+done when they are started, a pointer knows its storage and refuses to leave it. So indices, masks and formulas are
+checked; layouts, barriers, races and the order of sums are not.
 """
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import types
 from pathlib import Path
 
 import torch
 
-KDA = Path(__file__).parents[1] / "thalweg" / "kda"
+PACKAGE = Path(__file__).parents[1] / "thalweg"
+PARTS = {"kda": ("step_gluon",), "qsa": ("heads_gluon", "share_gluon")}  # that kernels are made of, in order
 
 
 class DType:
@@ -23,6 +25,14 @@ class DType:
 
 
 class Tensor(torch.Tensor):
+    """A value, as in a kernel: another name of it does not change when it does."""
+
+    def __iadd__(self, x):
+        return self + x
+
+    def __isub__(self, x):
+        return self - x
+
     def to(self, dtype):
         return super().to(dtype.torch if isinstance(dtype, DType) else dtype)
 
@@ -53,6 +63,10 @@ def pointer(x: torch.Tensor) -> Pointer:
     return Pointer(torch.as_strided(x, (count,), (1,), 0), tensor(x.storage_offset()))
 
 
+class Constant(int):
+    value = property(int)
+
+
 class Shared:
     def __init__(self, data: torch.Tensor):
         self.data = data
@@ -63,6 +77,9 @@ class Shared:
     def slice(self, start, length):
         assert start % length == 0, "tiles are cut at multiples of their size"
         return Shared(self.data.narrow(0, start, length))
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
 
     def load(self, layout):
         return self.data.clone().as_subclass(Tensor)
@@ -89,10 +106,13 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, maxnreg=None, enable_fp_fusion=None, **constants):
+            if "num_warps" not in inspect.signature(self.fn).parameters:
+                constants.pop("num_warps", None)
             args = [pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
-            for y in range(grid[1]):
+            LANGUAGE.num_programs = lambda axis: tensor(grid[axis])
+            for y in range(grid[1] if len(grid) > 1 else 1):
                 for x in range(grid[0]):
-                    LANGUAGE.program_id = lambda axis, at=(x, y): tensor(at[axis])
+                    LANGUAGE.program_id = lambda axis, at=(x, y): tensor(at[axis], torch.int32)
                     self.fn(*args, **constants)
 
         return launch
@@ -107,13 +127,33 @@ def _jit(fn=None, **_):
 class Descriptor:
     def __init__(self, base, shape, strides, block, layout):
         self.base, self.shape, self.strides, self.block, self.layout = pointer(base), shape, strides, block, layout
+        self.dtype = self.base.dtype.element_ty
+
+    def box(self, where):
+        """Addresses of the box at `where`, and which of them lie in the tensor."""
+        o = [int(at) + torch.arange(size) for at, size in zip(where, self.block)]
+        m = [(x >= 0) & (x < size) for x, size in zip(o, self.shape)]
+        return self.base + (o[0][:, None] * self.strides[0] + o[1][None, :]), m[0][:, None] & m[1][None, :]
 
 
 def _bulk_load(desc, where, barrier, shared, pred=True):
     if pred:
-        assert where[0] >= 0 and where[0] + desc.block[0] <= desc.shape[0]
-        o_r, o_c = torch.arange(desc.block[0])[:, None], torch.arange(desc.block[1])[None, :]
-        shared.store(_load(desc.base + (where[0] + o_r) * desc.strides[0] + (where[1] + o_c)))
+        shared.store(_load(*desc.box(where)))
+
+
+def _bulk_store(desc, where, shared):
+    p, m = desc.box(where)
+    _store(p, shared.data, m)
+
+
+def _tensors(start, end=None, step=1):
+    """range, of tensors, as loops in kernels count."""
+    first, last = (0, start) if end is None else (start, end)
+    return (tensor(i, torch.int32) for i in range(first, last, step))
+
+
+def _mma_wait(outstanding, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def _nothing(*_, **__):
@@ -122,12 +162,16 @@ def _nothing(*_, **__):
 
 def _language():
     dtypes = {name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32", "bfloat16")}
-    layouts = dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout"), _nothing)
+    layouts = dict.fromkeys(
+        ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout",
+         "DotOperandLayout"), _nothing,
+    )  # fmt: skip
     return types.SimpleNamespace(
         **dtypes,
         **layouts,
-        constexpr=lambda value: value,
-        arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Tensor),
+        constexpr=lambda value: Constant(value) if isinstance(value, int) else value,
+        arange=lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32).as_subclass(Tensor),
+        full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype.torch).as_subclass(Tensor),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype.torch).as_subclass(Tensor),
         allocate_shared_memory=lambda dtype, shape, layout=None: Shared(
             torch.full(shape, torch.nan if dtype.torch.is_floating_point else 0, dtype=dtype.torch)
@@ -135,11 +179,17 @@ def _language():
         load=_load,
         store=_store,
         where=lambda c, a, b: torch.where(c, a, b),
-        sum=lambda x, axis: x.sum(axis),
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+        max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
+        associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
+        inline_asm_elementwise=lambda text, constraints, args, *_, **__: args[0],  # a move
         exp=lambda x: torch.exp(x),
         log=lambda x: torch.log(x),
         rsqrt=lambda x: torch.rsqrt(x),
-        minimum=lambda x, y: x.clamp(max=y),
+        minimum=lambda x, y: torch.minimum(tensor(x), tensor(y)).as_subclass(Tensor),
+        maximum=lambda x, y, propagate_nan=None: torch.maximum(tensor(x), tensor(y)).as_subclass(Tensor),
         reshape=lambda x, shape: x.reshape(shape),
         static_range=range,
     )
@@ -174,28 +224,42 @@ def _replaced(modules: dict[str, types.ModuleType]):
                 holder[key] = module
 
 
-def _read(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"emulated_{name}", KDA / f"{name}.py")
+def _read(family: str, name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"emulated_{name}", PACKAGE / family / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
+    module.range = _tensors
     spec.loader.exec_module(module)
     return module
 
 
-def load(name: str) -> types.ModuleType:
-    """The file `name` of `thalweg.kda` with the stand-in, as a module of its own."""
+def _product(a, b, acc, use_acc=True, is_async=False):
+    return a.float() @ b.data.float() + (acc if use_acc else 0)
+
+
+def load(family: str, name: str) -> types.ModuleType:
+    """The file `name` of a family with the stand-in, as a module of its own."""
     gluon, root = _module("gluon", jit=_jit, constexpr_function=lambda fn: fn, language=LANGUAGE), "triton.experimental"
-    mbarrier = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_nothing)
+    mbarrier = dict.fromkeys(("init", "expect", "wait", "arrive", "invalidate", "MBarrierLayout"), _nothing)
+    hopper = {
+        "mbarrier": types.SimpleNamespace(**mbarrier),
+        "fence_async_shared": _nothing,
+        "tma": types.SimpleNamespace(store_wait=_nothing),
+        "warpgroup_mma": _product,
+        "warpgroup_mma_wait": _mma_wait,
+    }
+    parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store, "thread_barrier": _nothing}
     language = {
         f"{root}.gluon": gluon,
         f"{root}.gluon.language": LANGUAGE,
-        f"{root}.gluon.language.nvidia.hopper": _module("h", mbarrier=mbarrier, fence_async_shared=_nothing),
+        f"{root}.gluon.language.nvidia.hopper": _module("h", **hopper),
         f"{root}.gluon.nvidia.hopper": _module("h", TensorDescriptor=Descriptor),
-        "thalweg.gluon": _module("g", bulk_load=_bulk_load, thread_barrier=_nothing),
+        "thalweg.gluon": _module("g", **parts),
     }
     importlib.import_module(root)
-    importlib.import_module("thalweg.kda")
-    with _replaced(language):
-        step = _read("step_gluon")
-        with _replaced({"thalweg.kda.step_gluon": step}):
-            return _read(name)
+    importlib.import_module(f"thalweg.{family}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(language))
+        for part in PARTS[family]:
+            stack.enter_context(_replaced({f"thalweg.{family}.{part}": _read(family, part)}))
+        return _read(family, name)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from test_kda_decode_triton import BF16, F16, F32, ROWS, check
 
-HOPPER, GFX950 = gluon_emulator.load("decode_gluon"), gluon_emulator.load("decode_gfx950")
+HOPPER, GFX950 = gluon_emulator.load("kda", "decode_gluon"), gluon_emulator.load("kda", "decode_gfx950")
 FORMS = {
     "two parts": HOPPER.decode,
     "four parts": lambda **call: HOPPER.decode(**call, config=HOPPER.Config(4, "", 168, "")),

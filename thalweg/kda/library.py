@@ -3,8 +3,6 @@
 The public functions, with the contract, are in `api`; they validate shapes and dtypes, allocate `out` and call these.
 """
 
-import sys
-
 import torch
 
 from thalweg import contract, dispatch
@@ -61,14 +59,6 @@ def _prefill(**call) -> None:
     prefill.prefill(**call)
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes; of one that is only explained, as if its storage did."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # there where fakes are; asked for addresses they warn
-    if fakes is not None and isinstance(tensor, fakes.FakeTensor):
-        return tensor.storage_offset() * tensor.element_size() % 16 == 0
-    return contract.address(tensor) % 16 == 0
-
-
 def _prefill_hopper_why_not(call) -> str | None:
     reason = _prefill_why_not(call)
     if reason is not None:
@@ -81,7 +71,7 @@ def _prefill_hopper_why_not(call) -> str | None:
     for name in ("v", "out"):
         x, strides, HV = call[name], call[name].stride(), call[name].shape[1]
         rows = strides[2] == 1 and (HV == 1 or strides[1] == V) and strides[0] >= HV * V
-        if not rows or strides[0] % 8 or not _aligned(x):
+        if not rows or strides[0] % 8 or not contract.aligned(x):
             return f"{name} must have its heads side by side in rows of whole 16 bytes, got strides {tuple(strides)}"
     return None
 

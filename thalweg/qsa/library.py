@@ -7,6 +7,7 @@ Without `check` the ops are safe on the same values: they are clipped, or taken 
 import torch
 
 from thalweg.contract import index_values, refuse
+from thalweg.device import arch
 from thalweg.dispatch import Impl, define, installed
 from thalweg.qsa import reference_ops
 
@@ -50,6 +51,20 @@ def _score_why_not(call) -> str | None:
     return _scored_why_not(call)
 
 
+def _score_hopper_why_not(call) -> str | None:
+    reason = _score_why_not(call)
+    if reason is not None:
+        return reason
+    if not torch.cuda.is_available() or arch(call["index_q"].device) != "sm_90":
+        return "made for the sm_90 architecture"
+    from thalweg.qsa import score, score_gluon
+
+    R, requests = call["index_q"].shape[0], call["page_table"].shape[0]
+    if requests * score.FEW >= R:
+        return f"made for tiles of rows: more than {score.FEW} rows a request, got {R} rows of {requests}"
+    return score_gluon.why_not(call)
+
+
 def _topk_why_not(call) -> str | None:
     scores, out = call["scores"], call["out"]
     if call["k"] > MOST_K:
@@ -71,6 +86,12 @@ def _score(index_q, block_keys, page_table, row_request, visible, out, num_block
     from thalweg.qsa import score
 
     score.score(index_q, block_keys, page_table, row_request, visible, out)
+
+
+def _score_hopper(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
+    from thalweg.qsa import score_gluon
+
+    score_gluon.score(index_q, block_keys, page_table, row_request, visible, out)
 
 
 def _topk(scores, visible, out, k) -> None:
@@ -124,8 +145,16 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
     "qsa_append": _impls(
         reference_ops.append, _append_why_not, _append, "one kernel: programs of tokens, of block keys, of requests"
     ),
-    "qsa_score": _impls(
-        reference_ops.score, _score_why_not, _score, "tiles of rows, or one row a program; keys read once a tile"
+    "qsa_score": (
+        Impl(
+            "hopper",
+            "tiles of rows in Gluon: a chain of wgmma a head, bulk copies, work shared by its cost",
+            _score_hopper_why_not,
+            _score_hopper,
+        ),
+        *_impls(
+            reference_ops.score, _score_why_not, _score, "tiles of rows, or one row a program; keys read once a tile"
+        ),
     ),
     "qsa_topk": _impls(
         reference_ops.topk, _topk_why_not, _topk, "a sampled threshold, then an exact selection; a program a row"
