@@ -228,7 +228,7 @@ def _kernel(
                         more = i_tile + 2 < i_end
                         mbarrier.expect(full.index(s), KEYS * D * 2, pred=more)
                         row3 = page_row(p_table, gl.minimum(i_tile + 3, i_end - 1), pages, pitch, stride_tp, PAGE)
-                        if BULK:  # noqa: SIM102 - known when this is compiled, unlike bulk
+                        if BULK:
                             tma.store_wait(0)
                         thread_barrier()
                         bulk_load(keys, [row2, 0], full.index(s), s_k.index(s), pred=more)
@@ -267,7 +267,7 @@ def _kernel(
         begin += cost
         at = begin
         i_t += 1
-    if BULK:  # noqa: SIM102 - known when this is compiled, unlike bulk
+    if BULK:
         tma.store_wait(0)
     thread_barrier()
     for i in gl.static_range(3):
