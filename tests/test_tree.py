@@ -77,6 +77,7 @@ def allowed(module: str) -> set[str]:
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, where exponents start, how memory is shared out.
         names = ("anchor", "chunks", "gate", "products", "slots", "substitution", "halving", "workspace", "step_gluon")
+        names += ("heads_gluon", "share_gluon")
         names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}
         # A stage: no other stage, not the reference.
