@@ -118,25 +118,28 @@ def _add_heads(b_sum, b_x, FIRST: tl.constexpr, GROUP: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
-def _keys(p_keys, p_table, o_n, m_n, pages, stride_tp, stride_kp, stride_kr, stride_kd, D: tl.constexpr,
+def _keys(p_keys, p_table, i_n, end, pages, stride_tp, stride_kp, stride_kr, stride_kd, D: tl.constexpr,
           BD: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Keys `[BN, BD]` of blocks that follow one another, and m_n without those on holes; zeros where it is false.
+    """Keys `[BN, BD]` of the blocks from i_n on, zeros past `end` and on holes; which are neither; whether to look.
 
-    One look-up where BN blocks share a page; the first of them is always one that m_n asks for.
+    One look-up where BN blocks share a page: then there is a page for all of them or for none.
     """
+    o_n = i_n + tl.arange(0, BN)
     o_d = tl.arange(0, BD)
     if PAGE % BN == 0:
-        b_page = tl.load(p_table + (tl.min(o_n, 0) // PAGE).to(tl.int64) * stride_tp).to(tl.int64)
-        m_n = m_n & (b_page >= 0) & (b_page < pages)
-        p_k = p_keys + b_page * stride_kp + ((o_n % PAGE)[:, None] * stride_kr + o_d[None, :] * stride_kd)
+        i_page = tl.load(p_table + tl.cast(i_n // PAGE, tl.int64) * stride_tp).to(tl.int64)
+        there = (i_page >= 0) & (i_page < pages)
+        m_n = (o_n < end) & there
+        p_k = p_keys + i_page * stride_kp + ((o_n % PAGE)[:, None] * stride_kr + o_d[None, :] * stride_kd)
     else:
-        b_page = tl.load(p_table + (o_n // PAGE).to(tl.int64) * stride_tp, mask=m_n, other=-1).to(tl.int64)
-        m_n = m_n & (b_page >= 0) & (b_page < pages)
+        b_page = tl.load(p_table + (o_n // PAGE).to(tl.int64) * stride_tp, mask=o_n < end, other=-1).to(tl.int64)
+        m_n = (b_page >= 0) & (b_page < pages)
+        there = i_n < end
         p_k = (p_keys + b_page * stride_kp + (o_n % PAGE) * stride_kr)[:, None] + o_d[None, :] * stride_kd
     m = m_n[:, None]
     if D < BD:
         m = m & (o_d < D)[None, :]
-    return tl.load(p_k, mask=m, other=0.0), m_n
+    return tl.load(p_k, mask=m, other=0.0), m_n, there
 
 
 @triton.jit
@@ -163,35 +166,35 @@ def _tiles_kernel(
     b_request, b_seen = _seen(row_request, visible, o_r, R, requests, most, least, stride_rr, stride_v)
     o_c = tl.arange(0, GROUP * BM)
     o_d = tl.arange(0, BD)
+    left = tl.max(tl.where(b_seen > i_lo, BM - o_m, 0), 0)  # the first row yet to be scored is BM - left
+    b_qs = ()
+    for i_g in tl.static_range(HEADS // GROUP):
+        p_q = q + tl.program_id(0).to(tl.int64) * BM * stride_qr
+        o_q = o_c % BM * stride_qr + (i_g * GROUP + o_c // BM) * stride_qh
+        m_q = ((tl.program_id(0) * BM + o_c % BM < R) & (left > 0))[:, None]
+        if D < BD:
+            m_q = m_q & (o_d < D)[None, :]
+        b_qs = b_qs + (tl.load(p_q + (o_q[:, None] + o_d[None, :] * stride_qd), mask=m_q, other=0.0),)
     o_n = tl.arange(0, BN)
     p_out = out + tl.program_id(0).to(tl.int64) * BM * stride_or
-    one = tl.full([], 1, tl.int64)
-    o_out = o_n[:, None] * stride_on + o_m[None, :] * stride_or
     b_done = tl.zeros([BM], tl.int32) + i_lo  # columns of each row that have been written
-    left = tl.max(tl.where(b_seen > i_lo, BM - o_m, 0), 0)  # the first row yet to be scored is BM - left
     while left > 0:
         i_request = tl.max(tl.where(o_m == BM - left, b_request, -1), 0)
         mine = (b_request == i_request) & (b_seen > i_lo) & (b_done == i_lo)
         end = tl.minimum(tl.max(tl.where(mine, b_seen, 0), 0), i_hi)
         whole = tl.min(tl.where(mine, tl.minimum(b_seen, i_hi), 0), 0)  # blocks that all rows of the tile see
         p_table = table + i_request * stride_tr
-        b_qs = ()
-        for i_g in tl.static_range(HEADS // GROUP):
-            p_q = q + tl.program_id(0).to(tl.int64) * BM * stride_qr
-            o_q = o_c % BM * stride_qr + (i_g * GROUP + o_c // BM) * stride_qh
-            m_q = (tl.program_id(0) * BM + o_c % BM < R)[:, None]
-            if D < BD:
-                m_q = m_q & (o_d < D)[None, :]
-            b_qs = b_qs + (tl.load(p_q + (o_q[:, None] + o_d[None, :] * stride_qd), mask=m_q, other=0.0),)
         for i_n in tl.range(i_lo, end, BN, num_stages=STAGES):
-            b_k, m_n = _keys(keys, p_table, i_n + o_n, i_n + o_n < end, pages, stride_tp, stride_kp, stride_kr,
-                             stride_kd, D, BD, PAGE, BN)  # fmt: skip
+            b_k, m_n, there = _keys(keys, p_table, i_n, end, pages, stride_tp, stride_kp, stride_kr, stride_kd, D, BD,
+                                    PAGE, BN)  # fmt: skip
             b_s = tl.zeros([BN, BM], tl.float32)
             for i_g in tl.static_range(HEADS // GROUP):
                 b_x = tl.dot(b_k, tl.trans(b_qs[i_g]), input_precision="ieee")
                 b_s = _add_heads(b_s, b_x, i_g == 0, GROUP, BN, BM)
-            p_s = p_out + i_n * one * stride_on + o_out
-            if (i_n + BN <= whole) & (tl.min(m_n.to(tl.int32), 0) == 1):
+            p_s = p_out + ((i_n + o_n).to(tl.int64)[:, None] * stride_on + o_m[None, :] * stride_or)
+            if (i_n + BN <= whole) & there:
+                if PAGE % BN != 0:
+                    b_s = tl.where(m_n[:, None], b_s, float("-inf"))
                 tl.store(p_s, b_s)
             else:
                 m_s = m_n[:, None] & ((i_n + o_n)[:, None] < b_seen[None, :])
@@ -204,7 +207,7 @@ def _tiles_kernel(
         most_done = tl.max(b_done, 0)
         b_s = tl.full([BN, BM], float("-inf"), tl.float32)
         for i_n in range(tl.min(b_done, 0), i_hi, BN):
-            p_s = p_out + i_n * one * stride_on + o_out
+            p_s = p_out + ((i_n + o_n).to(tl.int64)[:, None] * stride_on + o_m[None, :] * stride_or)
             if (i_n >= most_done) & (i_n + BN <= i_hi):
                 tl.store(p_s, b_s)
             else:
@@ -233,8 +236,8 @@ def _row_kernel(
         b_q = tl.load(p_q, mask=(o_h < HEADS)[:, None] & (o_d < D)[None, :], other=0.0)
         p_table = table + i_request * stride_tr
         for i_n in tl.range(i_lo, end, BN, num_stages=STAGES):
-            b_k, m_n = _keys(keys, p_table, i_n + o_n, i_n + o_n < end, pages, stride_tp, stride_kp, stride_kr,
-                             stride_kd, D, BD, PAGE, BN)  # fmt: skip
+            b_k, m_n, _ = _keys(keys, p_table, i_n, end, pages, stride_tp, stride_kp, stride_kr, stride_kd, D, BD,
+                                PAGE, BN)  # fmt: skip
             b_x = _relu(tl.dot(b_k, tl.trans(b_q)))
             # One head is picked out by adding zeros, which is exact: the order of the heads is ours, not a tree's.
             b_s = tl.sum(tl.where((o_h == 0)[None, :], b_x, 0.0), 1)
