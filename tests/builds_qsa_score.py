@@ -12,28 +12,34 @@ WANTED = {
     "float32": (512, 4096, 1, 4, 128, 64, torch.float32),
     "decode-64": (64, 32768, 64, 4, 128, 64, torch.bfloat16),
 }
+# Bytes a lane, of blocks looked up one by one with 64 KiB of queries passing through registers before the loop, and of
+# exact float32 products, which take all the registers there are. Triton 3.9: up to 408.
+SPILLED = {"prefill-196": 104, "float32": 192}
 TENSOR_CORES = {"sm_90a": ("wgmma",), "gfx950": ("v_mfma",)}
 
 
 def builds(target):
-    from thalweg.qsa import score
+    from thalweg.qsa import score, score_gluon
 
-    def launch(R, N, requests, heads, D, page, dtype):
+    def launch(score, R, N, requests, heads, D, page, dtype):
         def empty(*shape, dtype=torch.int32):
             return torch.empty(*shape, dtype=dtype, device="meta")
 
         q, keys = empty(R, heads, D, dtype=dtype), empty(9, page, D, dtype=dtype)
         table = empty(requests, -(-N // page))
-        score.score(q, keys, table, empty(R), empty(R), empty(R, N, dtype=torch.float32))
+        score(q, keys, table, empty(R), empty(R), empty(R, N, dtype=torch.float32))
 
     found = {}
     for name, shape in WANTED.items():
         demands = TENSOR_CORES[target] if shape[-1] != torch.float32 and shape[0] > 64 else ()
-        # The queries of a tile, 64 KiB, pass through registers once before the loop: 88 to 320 bytes with Triton 3.6,
-        # 656 to 832 with 3.9.
-        # Exact float32 products take all the registers there are.
-        spilled = 1024 if demands or shape[-1] == torch.float32 else 0
-        found[f"score {name}"] = aot.Build(lambda shape=shape: launch(*shape), demands, 512, spilled)
+        spilled = SPILLED.get(name, 0)
+        found[f"score {name}"] = aot.Build(lambda shape=shape: launch(score.score, *shape), demands, 512, spilled, 512)
+    if target == "sm_90a":  # 255 registers leave room for two programs a multiprocessor
+        demands = ("wgmma.mma_async.*m64n64k16", r"cp.async.bulk.tensor.2d.shared", r"cp.async.bulk.tensor.2d.global")
+        for name in ("prefill",):
+            found[f"score_gluon {name}"] = aot.Build(
+                lambda name=name: launch(score_gluon.score, *WANTED[name]), demands, 255, 0, 512
+            )
     return found
 
 
