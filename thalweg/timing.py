@@ -149,10 +149,13 @@ def _events(work: Call) -> float:
 
 
 def floor_copy(bytes_moved: int, device: object = "cuda") -> Timing:
-    """A copy that reads half of `bytes_moved` bytes and writes the other half."""
+    """Reads half of `bytes_moved` bytes and writes them, negated, elsewhere: a copy that stays a kernel.
+
+    `copy_` becomes the driver's own copy; as a node of a graph that one moves 2.7 TB/s on an H200, where this moves 4.2.
+    """
     count, sets = max(1, bytes_moved // 8), sets_needed(bytes_moved)
     pairs = [torch.zeros(2, count, dtype=torch.float32, device=device) for _ in range(sets)]
-    return timed([lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs], device)
+    return timed([lambda pair=pair: torch.neg(pair[0], out=pair[1]) for pair in pairs], device)
 
 
 def floor_rmw(bytes_moved: int, device: object = "cuda") -> Timing:
