@@ -151,7 +151,7 @@ def _events(work: Call) -> float:
 def floor_copy(bytes_moved: int, device: object = "cuda") -> Timing:
     """Reads half of `bytes_moved` bytes and writes them, negated, elsewhere: a copy that stays a kernel.
 
-    `copy_` becomes the driver's own copy; as a node of a graph that one moves 2.7 TB/s on an H200, where this moves 4.2.
+    `copy_` becomes the driver's own copy; as a node of a graph it moves 2.7 TB/s on an H200, this one 4.2.
     """
     count, sets = max(1, bytes_moved // 8), sets_needed(bytes_moved)
     pairs = [torch.zeros(2, count, dtype=torch.float32, device=device) for _ in range(sets)]
