@@ -1,9 +1,12 @@
 """QSA on a GPU: bits over ragged packs, captured graphs, no syncs, long contexts, pools past 2^31 elements."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from thalweg import inputs, qsa
+from thalweg import inputs, layers, qsa
+from thalweg.model import Decoder, Session, encode
 from thalweg.qsa import qsa_score, qsa_select, qsa_topk
 from thalweg.qsa.reference import topk_blocks
 
@@ -48,10 +51,43 @@ def test_score_bits_over_ragged_packs(rows, law):
     assert not torch.equal(flipped.view(torch.int32), packed)  # heads in another order
 
 
+@pytest.fixture(scope="module")
+def read():
+    """The calls of qsa_select that the shipped model makes while it reads 6,000 bytes, one a block and pass."""
+    calls, select = [], layers.qsa.qsa_select
+    with pytest.MonkeyPatch.context() as patch:
+        names = ("index_q", "block_keys", "page_table", "row_request", "visible", "k")
+        patch.setattr(
+            layers.qsa, "qsa_select", lambda *args, **more: calls.append(dict(zip(names, args))) or select(*args)
+        )
+        session = Session(Decoder.load(device="cuda"), [6001])
+        tokens = encode(Path(__file__).with_name("text.txt").read_bytes())
+        session.prefill([(0, tokens[:3000])])
+        session.prefill([(0, tokens[3000:6000])])
+    return calls
+
+
+def test_score_and_selection_bits_of_what_a_model_reads(read):
+    """Queries and keys of a trained indexer: packed, reversed, alone; ids alone and packed; another order of heads."""
+    assert len(read) == 4
+    for call in read[-2:]:
+        scored = {name: x for name, x in call.items() if name != "k"} | {"num_blocks": 1500}
+        packed, R = qsa_score(**scored).view(torch.int32), len(call["visible"])
+        back = torch.arange(R - 1, -1, -1, device="cuda")
+        assert torch.equal(qsa_score(**part(scored, back)).view(torch.int32)[back], packed)
+        ids = qsa_select(**call)
+        for row in range(0, R, 97):
+            rows = slice(row, row + 1)
+            assert torch.equal(qsa_score(**part(scored, rows)).view(torch.int32), packed[rows])
+            assert torch.equal(qsa_select(**part(call, rows)), ids[rows])
+        flipped = qsa_score(**scored | {"index_q": call["index_q"].flip(1)})
+        assert not torch.equal(flipped.view(torch.int32), packed)
+
+
 def test_ids_are_the_same_in_prefill_decode_packed_and_alone_and_every_time():
     call = index_call((3500, 3500, 3500), k=512)
     ids = qsa_select(**call, impl="triton")
-    for _ in range(3):
+    for _ in range(20):
         assert torch.equal(qsa_select(**call, impl="triton"), ids)
     for step in (16, 1):
         for lo in range(0, 10500, 1511):
