@@ -211,6 +211,8 @@ def test_what_cannot_be_measured_is_one_line(run):
             ("bench", "e2e", "--case", "e2e-1", "--device", "cpu"),
             "case must be one of e2e-4096, e2e-8x512, e2e-4k-1k-b",
         ),
+        (("bench", "e2e", "--dtype", "float16", "--device", "cpu"), "dtype must be float32 or bfloat16, got 'float16'"),
+        (("bench", "qsa_topk", "--dtype", "bfloat16", "--device", "cpu"), "--dtype is of e2e"),
         (("bench", "e2e", "--impl", "kda=triton", "--device", "cpu"), "op must be one of solve_unit_lower, "),
     ):
         code, out, err = run(*argv)

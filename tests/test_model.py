@@ -125,6 +125,19 @@ def test_top_p_keeps_the_likeliest_byte_only_when_small():
     assert drawn == {0, 1, 2, 3}
 
 
+def test_rows_drawn_together_are_those_drawn_alone():
+    """A row that ended has whatever logits; one that lives must have finite ones."""
+    logits, live = torch.randn(4, 9), [True, False, True, True]
+    for logits[1] in (0.0, torch.nan):
+        for sampling in (Sampling(), Sampling(temperature=1.0)):
+            makes = [[torch.Generator().manual_seed(i) for i in range(4)] for _ in range(2)]
+            alone = [sampling.draw(row, make) if on else 0 for row, make, on in zip(logits, makes[0], live)]
+            assert sampling.draws(logits, makes[1], live) == alone
+    logits[2, 3] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        Sampling().draws(logits, [None] * 4, live)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

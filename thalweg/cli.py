@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations: float32 or bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda where there is one.")]
 
 
@@ -92,6 +93,15 @@ def device_named(name: str | None) -> str:
     if int(index or 0) >= count:
         raise ValueError(f"device {name} is not there: this machine has {count} of kind {kind}")
     return name
+
+
+def dtype_named(name: str):
+    """The torch dtype of --dtype."""
+    import torch
+
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {name!r}")
+    return getattr(torch, name)
 
 
 @app.callback()
@@ -181,6 +191,7 @@ def generate(
     checkpoint: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; default: the one shipped.")] = None,
     device: Device = None,
     impl: Annotated[str | None, typer.Option(help="Run every op through this implementation.")] = None,
+    dtype: Dtype = "float32",
     check: Annotated[bool, typer.Option("--verify", help="Read the whole text again in one prefill, compare.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -191,7 +202,7 @@ def generate(
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     texts = work.read_prompts(prompts or [], file or [])
-    model = Decoder.load(checkpoint, device=device)
+    model = Decoder.load(checkpoint, device, dtype_named(dtype))
     stream = work.Stream(texts, sys.stdout)
     written = work.generate(model, texts, sampling, impl, (lambda byte: None) if as_json else stream.put)
     if not as_json:
@@ -216,6 +227,7 @@ def bench(
     ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of e2e: float32 or bfloat16.")] = "float32",
     save: Annotated[bool, typer.Option("--save", help="Keep the rows in results/<gpu>.jsonl.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -224,8 +236,10 @@ def bench(
     if op == "e2e":
         if save:
             raise ValueError("--save takes rows of one op, not of e2e")
-        _bench_model(case or [], device, impl, as_json)
+        _bench_model(case or [], device, impl, dtype, as_json)
         return
+    if dtype != "float32":
+        raise ValueError(f"--dtype is of e2e; cases of {op} have their own")
     from thalweg.bench import report
     from thalweg.bench.run import Bench
 
@@ -244,11 +258,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench_model(cases: Sequence[str], device: str, impl: str | None, as_json: bool) -> None:
+def _bench_model(cases: Sequence[str], device: str, impl: str | None, dtype: str, as_json: bool) -> None:
     from thalweg.bench import endtoend
 
-    named = endtoend.named(impl)
-    rows = [asdict(endtoend.run(name, device, named)) for name in cases or endtoend.CASES]
+    named, wide = endtoend.named(impl), dtype_named(dtype)
+    rows = [asdict(endtoend.run(name, device, named, dtype=wide)) for name in cases or endtoend.CASES]
     if as_json:
         print_json(rows)
     else:

@@ -236,6 +236,12 @@ class Sampling:
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= self.top_p, 0.0)
         return int(order[torch.multinomial(probs, 1, generator=generator)])
 
+    def draws(self, logits: torch.Tensor, generators: Sequence[torch.Generator], live: Sequence[bool]) -> list[int]:
+        """The next token of each row of `[rows, vocab]`; END for one that is not live."""
+        if self.temperature == 0.0 and logits.isfinite().all():  # all rows at once: a row costs 20 us
+            return [token if on else END for token, on in zip(logits.argmax(-1).tolist(), live)]
+        return [self.draw(row, g) if on else END for row, g, on in zip(logits, generators, live)]
+
 
 @dataclass
 class Timing:
@@ -286,7 +292,7 @@ class Generation:
         generators = [torch.Generator().manual_seed(self.sampling.seed) for _ in tokens]
         live = [True] * len(tokens)
         for made in range(self.sampling.max_new_tokens):
-            drawn = [self.sampling.draw(row, g) if on else END for row, g, on in zip(logits, generators, live)]
+            drawn = self.sampling.draws(logits, generators, live)
             live = [on and token != END for on, token in zip(live, drawn)]
             yield from ((i, token) for i, token in enumerate(drawn) if live[i])
             if not any(live) or made + 1 == self.sampling.max_new_tokens:
@@ -296,7 +302,7 @@ class Generation:
             self.timing.decode_tokens += sum(live)
             self.timing.decode_seconds += time.perf_counter() - started
 
-    def _prefill(self, session: Session, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _prefill(self, session: Session, tokens: list[torch.Tensor]) -> torch.Tensor:
         started, done, total = time.perf_counter(), 0, sum(len(t) for t in tokens)
         last: list[torch.Tensor] = [torch.empty(0)] * len(tokens)
         for spans in prefill_pieces([len(t) for t in tokens], self.piece):
@@ -307,7 +313,7 @@ class Generation:
             self.timing.prefill_tokens, self.timing.prefill_seconds = done, time.perf_counter() - started
             if self.on_prefill is not None:
                 self.on_prefill(done, total)
-        return last
+        return torch.stack(last)
 
 
 def bits_per_byte(model: Decoder, text: bytes, piece: int = PIECE, impl: Impls = None) -> float:
