@@ -65,7 +65,7 @@ def figures():
             for name, cell in zip(head[1:], cells):
                 shape = re.fullmatch(r"(\d+) x (\d+)", name)
                 if head[0].startswith("case"):
-                    id, impl = label.strip("`"), "`" in name and name.replace("`", "")
+                    id, impl = label.strip("`").partition("`")[0], "`" in name and name.replace("`", "")
                 elif shape:
                     id, impl = f"decode-h{shape[1]}-b{shape[2]}", "`" in label and label.split("`")[1]
                 else:
