@@ -55,7 +55,7 @@ def test_no_calls():
         timing.timed([], "cpu")
 
 
-def test_floors_move_the_bytes_they_say(monkeypatch):
+def test_the_copy_floor_moves_the_bytes_it_says(monkeypatch):
     """Half read, half written, on buffers of their own."""
     seen = []
 
@@ -65,12 +65,11 @@ def test_floors_move_the_bytes_they_say(monkeypatch):
 
     monkeypatch.setattr(timing, "timed", once)
     monkeypatch.setattr(timing, "ROTATED", 2**16)
-    for floor in (timing.floor_copy, timing.floor_rmw):
-        floor(2**13, "cpu")
-        results = seen.pop()
-        assert len(results) == timing.sets_needed(2**13) == 9
-        assert {result.numel() * result.element_size() for result in results} == {2**12}
-        assert len({result.data_ptr() for result in results}) == 9
+    timing.floor_copy(2**13, "cpu")
+    results = seen.pop()
+    assert len(results) == timing.sets_needed(2**13) == 9
+    assert {result.numel() * result.element_size() for result in results} == {2**12}
+    assert len({result.data_ptr() for result in results}) == 9
 
 
 @pytest.mark.gpu
@@ -80,5 +79,5 @@ def test_a_copy_is_not_faster_than_memory_and_scales(graph):
     result = timing.timed([lambda pair=pair: pair[1].copy_(pair[0]) for pair in x], graph=graph)
     assert result.method == ("graph" if graph else "events")
     assert x[0].numel() * 4 / (result.us * 1e-6) < 8e12
-    small, large = timing.floor_rmw(2**20), timing.floor_rmw(2**28)
+    small, large = timing.floor_copy(2**20), timing.floor_copy(2**28)
     assert small.us_min > 0.2 and large.us > 10 * small.us

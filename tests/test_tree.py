@@ -35,6 +35,7 @@ API = {"thalweg.kda", "thalweg.qsa", "thalweg.kda.api", "thalweg.qsa.api"}
 REFERENCES = {"thalweg.kda.reference", "thalweg.qsa.reference"}
 AROUND = ("__init__", "api", "arguments", "library", "reference", "reference_ops", "workspace")  # not stages
 STAGES = {name_of(p) for p in MODULES if p.parent.name in ("kda", "qsa") and p.stem not in AROUND} | {"thalweg.gluon"}
+STAGES.add("thalweg.bench.states")  # the kernel of a floor
 
 
 PAGES = {  # pages that compose stages

@@ -9,8 +9,8 @@ left the L2 cache when its turn comes again. What is timed is a round of those c
     wall    the calls themselves on a CPU
 
 A sample is the time of a graph or round divided by its calls; the result is the median of the samples, with the
-smallest and the largest beside it. `floor_copy` and `floor_rmw` time, by the same protocol, what any kernel that moves
-so many bytes is held against: a copy, and a read-modify-write in place.
+smallest and the largest beside it. `floor_copy` times, by the same protocol, what any kernel that moves so many bytes
+is held against; what one that advances states is held against lies in `bench.states`.
 """
 
 import math
@@ -156,10 +156,3 @@ def floor_copy(bytes_moved: int, device: object = "cuda") -> Timing:
     count, sets = max(1, bytes_moved // 8), sets_needed(bytes_moved)
     pairs = [torch.zeros(2, count, dtype=torch.float32, device=device) for _ in range(sets)]
     return timed([lambda pair=pair: torch.neg(pair[0], out=pair[1]) for pair in pairs], device)
-
-
-def floor_rmw(bytes_moved: int, device: object = "cuda") -> Timing:
-    """A read-modify-write in place of half of `bytes_moved` bytes: what a decode step does to its state at least."""
-    count, sets = max(1, bytes_moved // 8), sets_needed(bytes_moved)
-    states = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(sets)]
-    return timed([lambda state=state: state.add_(1.0) for state in states], device)

@@ -2,7 +2,8 @@
 
 A candidate runs once on fresh inputs at full size and its results are compared with float64 (`oracle`), by the one
 tolerance rule; only then is it timed (`timing`), on as many copies of the inputs as a rotation needs. Beside them
-stands what the case's bytes take when they are only copied, or read and written in place, measured in the same run.
+stands a floor measured in the same run: what the case's bytes take when they are only copied or, of an op that advances
+states in place, what its states take when they are only read and written through their slots (`states`, on a GPU).
 """
 
 import copy
@@ -23,7 +24,7 @@ SMALL_BYTES = 2**26  # what a case may move at most where there is no GPU
 KNOWN_BYTES_PER_US = {"NVIDIA H200": 4.3e6}  # the floors of the log; elsewhere a copy is measured
 PEERS_ERROR = 1e-2  # a peer is right within the rule or within this: many round to 16 bits between their kernels
 PART_OF_MEMORY = 0.6  # of what is free, for the copies of one rotation
-INPLACE = ("kda_decode", "kda_commit")  # what they move is their state, read and written
+INPLACE = ("kda_decode", "kda_commit")  # what they move is their states, read and written
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Bench:
             raise ValueError(f"impl must be one of {', '.join(known)}, got {impl!r}")
         self.stamp = report.stamp(self.device) | {"date": datetime.date.today().isoformat()}
         self.speed = KNOWN_BYTES_PER_US.get(self.stamp["gpu"])
+        self.rmw_us: float | None = None  # of the case at hand
 
     def rows(self) -> Iterator[Row]:
         for case in self.cases:
@@ -147,7 +149,7 @@ class Bench:
         """The floors of a case, then its candidates in order."""
         args = case.make(self.device, self.seed)
         able = candidates(case, args, self.impl)
-        yield from self._floors(case)
+        yield from self._floors(case, args)
         rows = oracle.sampled_rows(case.op, args)
         part = oracle.taken(case.op, args, rows)
         truth, twin = (oracle.expected(case.op, part, dtype) for dtype in (oracle.TRUTH, oracle.TWIN))
@@ -176,6 +178,8 @@ class Bench:
             bound.call()  # allocates what it returns, once
         measured = timing.timed([bound.call for bound in calls], self.device, one.graph)
         note += f"{measured.method}, {sets} sets, {measured.samples} samples"
+        if self.rmw_us:
+            note = f"{measured.us / self.rmw_us:.3f} x rmw; {note}"
         return self._row(case, one.name, one.peer, error, True, note, measured)
 
     def _sets(self, case: Case, args: dict) -> int:
@@ -188,17 +192,23 @@ class Bench:
         free = torch.cuda.mem_get_info(self.device)[0]
         return max(1, min(sets, int(PART_OF_MEMORY * free / (2 * size))))
 
-    def _floors(self, case: Case) -> Iterator[Row]:
-        """What moving the case's bytes takes here, and nothing else."""
+    def _floors(self, case: Case, args: dict) -> Iterator[Row]:
+        """What moving the case's bytes, or its states, takes here, and nothing else."""
+        self.rmw_us = None
         if not case.bytes:
             return
         if self.speed is None:
             moved = 2**28 if self.device.type == "cuda" else 2**26
             self.speed = moved / timing.floor_copy(moved, self.device).us
-        kind, floor = ("rmw", timing.floor_rmw) if case.op in INPLACE else ("copy", timing.floor_copy)
-        measured = floor(int(case.bytes), self.device)
-        note = f"the case's bytes, {'read and written in place' if kind == 'rmw' else 'half read, half written'}"
-        yield self._row(case, f"{kind} floor", False, 0.0, True, note, measured)
+        if case.op in INPLACE and self.device.type == "cuda" and dispatch.installed("triton"):
+            from thalweg.bench import states
+
+            measured = states.floor(args["state"], args["read_slots"].shape[0])
+            self.rmw_us = measured.us
+            yield self._row(case, "rmw floor", False, 0.0, True, "only the states, through their slots", measured)
+            return
+        measured = timing.floor_copy(int(case.bytes), self.device)
+        yield self._row(case, "copy floor", False, 0.0, True, "the case's bytes, half read, half written", measured)
 
     def _row(self, case: Case, name: str, peer: bool, error, ok: bool, note: str, measured=None) -> Row:
         us = (None,) * 3 if measured is None else (measured.us, measured.us_min, measured.us_max)
