@@ -105,7 +105,7 @@ class Kernel:
         self.fn = fn
 
     def __getitem__(self, grid):
-        def launch(*args, maxnreg=None, enable_fp_fusion=None, **constants):
+        def launch(*args, maxnreg=None, enable_fp_fusion=None, launch_pdl=False, **constants):
             if "num_warps" not in inspect.signature(self.fn).parameters:
                 constants.pop("num_warps", None)
             args = [pointer(x) if isinstance(x, torch.Tensor) else x for x in args]
@@ -191,6 +191,8 @@ def _language():
         minimum=lambda x, y: torch.minimum(tensor(x), tensor(y)).as_subclass(Tensor),
         maximum=lambda x, y, propagate_nan=None: torch.maximum(tensor(x), tensor(y)).as_subclass(Tensor),
         reshape=lambda x, shape: x.reshape(shape),
+        join=lambda x, y: torch.stack((x, y), -1),
+        permute=lambda x, order: x.permute(order),
         static_range=range,
     )
 
@@ -248,7 +250,8 @@ def load(family: str, name: str) -> types.ModuleType:
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _mma_wait,
     }
-    parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store, "thread_barrier": _nothing}
+    parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store}
+    parts |= dict.fromkeys(("thread_barrier", "gdc_wait", "gdc_launch_dependents"), _nothing)
     language = {
         f"{root}.gluon": gluon,
         f"{root}.gluon.language": LANGUAGE,

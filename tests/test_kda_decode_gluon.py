@@ -1,4 +1,4 @@
-"""The fused decode steps in Gluon, emulated on the CPU, against the definition: Hopper's in 2 and 4 parts, gfx950's."""
+"""The fused decode steps in Gluon, emulated on the CPU, against the definition: Hopper's in its forms, gfx950's."""
 
 import gluon_emulator
 import kda_calls as calls
@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 from test_kda_decode_triton import BF16, F16, F32, ROWS, check
 
 HOPPER, GFX950 = gluon_emulator.load("kda", "decode_gluon"), gluon_emulator.load("kda", "decode_gfx950")
+CONFIGS = {"two parts": (2, 2, ""), "fewer places": (4, 3, ".cs"), "bulk stores": (4, 4, "bulk")}
 FORMS = {
-    "two parts": HOPPER.decode,
-    "four parts": lambda **call: HOPPER.decode(**call, config=HOPPER.Config(4, "", 168, "")),
-    "gfx950": GFX950.decode,
-}
+    name: lambda sizes=sizes, **call: HOPPER.decode(**call, config=HOPPER.Config(*sizes, 168, ""))
+    for name, sizes in CONFIGS.items()
+} | {"gfx950": GFX950.decode}
 
 
 @pytest.fixture(params=FORMS)
@@ -49,6 +49,21 @@ def test_equals_the_definition(form, gate, dtype, state_dtype):
 def test_dims(form, K, V):
     call = layer(1, H=1, K=K, V=V, dtype=BF16)
     check(call, *run(form, call))
+
+
+@pytest.mark.parametrize("name", ("bulk stores", "fewer places"))
+@pytest.mark.parametrize("heads", ((1, 3), (2, 4)))
+def test_b24_value_heads_share_a_query_head(name, heads):
+    """History of q and k is read by every value head and rolled once, after the last."""
+    call = calls.layer(2, H=heads[0], HV=heads[1], K=64, V=64, dtype=BF16)
+    check(call, *run(FORMS[name], call))
+
+
+def test_an_early_launch_does_the_same(form):
+    if form is FORMS["gfx950"]:
+        pytest.skip("Hopper's option")
+    call = layer(2)
+    assert all(calls.same(a, b) for a, b in zip(run(form, call), run(form, call, early=True)))
 
 
 def test_options(form):

@@ -50,10 +50,10 @@ def check(call, out, state, conv_state):
     assert calls.same(conv_state[others], call["conv_state"][others])
 
 
-@pytest.mark.parametrize("rows", (2, 20, 60))
+@pytest.mark.parametrize("rows", (2, 9, 20, 44, 100))
 @pytest.mark.parametrize("gate,dtype,state", (("given", F16, F32), ("soft", F32, BF16), ("bounded", BF16, F32)))
 def test_every_form_equals_the_definition(impl, rows, gate, dtype, state):
-    """6, 60 and 180 heads: less than one a multiprocessor, and more."""
+    """6, 27, 60, 132 and 300 heads: less than one a multiprocessor, and more."""
     call = layer(rows, dtype=dtype, gate=gate, state_dtype=state)
     check(call, *run(impl, call))
 

@@ -214,11 +214,17 @@ def test_choices_do_not_depend_on_the_batch():
 
 
 def test_the_choice_for_hopper():
-    """Parts of 32 rows; plain stores from 2,000 heads on; registers for three programs, four at bfloat16."""
-    for heads, V, parts, store in ((1, 128, 4, ".cs"), (1999, 64, 2, ".cs"), (2000, 128, 4, "")):
-        for dtype, registers in ((F32, 168), (BF16, 128)):
+    """Parts of 32 rows; three places for them where a fourth program fits, bulk stores where waves are many."""
+    for heads, V, places, store in (
+        (1, 128, 4, ".cs"),
+        (264, 64, 2, ".cs"),
+        (265, 128, 3, ".cs"),
+        (1101, 128, 4, "bulk"),
+    ):
+        for dtype, registers in ((F32, 128 if places == 3 else 168), (BF16, 128)):
             config = decode_gluon.choose(decode_gluon.Shape(heads, V, dtype))
-            assert (config.parts, config.store, config.max_registers) == (parts, store, registers) and config.reason
+            assert (config.parts, config.buffers, config.store) == (V // 32, places, store)
+            assert config.max_registers == registers and config.reason
 
 
 def hopper_call(**kinds):
@@ -228,16 +234,16 @@ def hopper_call(**kinds):
 
 def test_b34_what_the_gluon_kernels_do_not_take_is_named():
     call = hopper_call()
-    assert step_gluon.why_not(call) is None
-    assert "query heads" in step_gluon.why_not(hopper_call(HV=2))
-    assert "width 4" in step_gluon.why_not(hopper_call(W=3))
+    assert step_gluon.why_not(call, False) is None and step_gluon.why_not(hopper_call(HV=2), True) is None
+    assert "query heads" in step_gluon.why_not(hopper_call(HV=2), False)
+    assert "width 4" in step_gluon.why_not(hopper_call(W=3), True)
     for name in ("qkv", "g_raw", "out_gate", "conv_weight", "norm_weight", "conv_bias", "dt_bias", "out"):
         sparse = torch.empty(*call[name].shape[:-1], 2 * call[name].shape[-1])[..., ::2]
-        assert step_gluon.why_not({**call, name: sparse}).startswith(f"{name} must be contiguous in its last")
+        assert step_gluon.why_not({**call, name: sparse}, True).startswith(f"{name} must be contiguous in its last")
     pool = torch.empty(5, 1, 64, 80)[..., :64]
-    assert "whole heads" in step_gluon.why_not({**call, "state": pool})
-    assert "16-byte" in step_gluon.why_not({**call, "state": torch.empty(5 * 4096 + 1)[1:].view(5, 1, 64, 64)})
-    assert "pool" in step_gluon.why_not({**call, "state": torch.empty(0, 1, 64, 64)})
+    assert "whole heads" in step_gluon.why_not({**call, "state": pool}, True)
+    assert "16-byte" in step_gluon.why_not({**call, "state": torch.empty(5 * 4096 + 1)[1:].view(5, 1, 64, 64)}, True)
+    assert "pool" in step_gluon.why_not({**call, "state": torch.empty(0, 1, 64, 64)}, True)
 
 
 @pytest.mark.parametrize("other", ("sm_80", "sm_89", "sm_120", "gfx942"))

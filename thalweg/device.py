@@ -21,6 +21,12 @@ def arch(device: torch.device) -> str:
     return _arch(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+    name = arch(device)
+    return name.startswith("sm_") and int(name[3:]) >= 90
+
+
 def current(device: torch.device) -> AbstractContextManager:
     """Makes `device` the current one for a launch, and the former one again after it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -237,6 +237,7 @@ def kda_decode(
     scale: float | None = None,
     allow_neg_eigval: bool = False,
     null_slot: int | None = None,
+    early: bool = False,
     out: torch.Tensor | None = None,
     impl: str | None = None,
     check: bool | None = None,
@@ -249,6 +250,9 @@ def kda_decode(
     `[slots, C, W-1]`, mutated: as in `kda_conv`. state `[slots, HV, V, K]`, mutated. The slots `[B]` address both.
     out_gate `[B, HV, V]`, norm_weight `[V]`, norm_eps: the gated norm of `gated_rms_norm`.
     out `[B, HV, V]` of qkv's dtype. Nothing between qkv and out is rounded below float32.
+    early: the launch may begin before the kernel in front of it in the stream ends (programmatic dependent launch, by
+    `hopper` and `triton` from compute capability 9.0 on). That kernel must then write no pool, slot list or weight
+    (conv_*, A_log, dt_bias, norm_weight); the other inputs it may write, and out it may read. Same bits.
 
     Example: read_slots [3, -1] advances slot 3 of both pools by row 0; row 1 is padding and its outputs are zero.
     """
@@ -259,6 +263,7 @@ def kda_decode(
     HV, V, K = state.shape[1:]
     expect_gate(op, gate, A_log, dt_bias, lower_bound, allow_neg_eigval, HV, K, device)
     contract.expect_number(op, "scale", scale, optional=True)
+    contract.expect_flag(op, "early", early)
     expect_rows(op, lead[0], read_slots, write_slots, null_slot, device)
     expect_norm(op, lead, qkv, out_gate, norm_weight, norm_eps, out, HV, V)
     if contract.given(out):
@@ -269,7 +274,7 @@ def kda_decode(
     library.kda_decode(
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots,
         norm_weight, norm_eps, gate, A_log, dt_bias, lower_bound, K**-0.5 if scale is None else scale,
-        allow_neg_eigval, null_slot, out, impl=impl, check=checking(op, impl, check),
+        allow_neg_eigval, null_slot, early, out, impl=impl, check=checking(op, impl, check),
     )  # fmt: skip
     return out
 

@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from thalweg.device import arch, current
+from thalweg.device import arch, current, overlaps_launches
 from thalweg.kda.gate import softplus
 from thalweg.kda.slots import good
 
@@ -132,7 +133,7 @@ def _kernel(
     stride_read: tl.int64, stride_write: tl.int64, stride_n, stride_a, stride_dh, stride_dk,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_ov,
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
-    DOUBLED: tl.constexpr, STORE: tl.constexpr,
+    DOUBLED: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
@@ -153,6 +154,9 @@ def _kernel(
             b_s1 = tl.load(p_s + read * stride_s + K // 4 * stride_sk).to(tl.float32)
             b_s2 = tl.load(p_s + read * stride_s + K // 2 * stride_sk).to(tl.float32)
             b_s3 = tl.load(p_s + read * stride_s + K // 4 * 3 * stride_sk).to(tl.float32)
+            if EARLY:
+                gdc_wait()
+                gdc_launch_dependents()
             # All of a state is under way before anything waits; q and k are made anew for every value head, at no cost.
             b_g = tl.load(g_raw + i_b * stride_gb + i_hv * stride_gh + o_k * stride_gk).to(tl.float32)
             b_beta = _sigmoid(tl.load(beta_logits + i_b * stride_bb + i_hv * stride_bh).to(tl.float32))
@@ -211,6 +215,8 @@ def _kernel(
             o_y = (2 * H * K + (i_h * GROUP + j) * V) + o_v
             _roll(qkv, history, target, o_y, stride_xc, stride_cc, stride_ct, W)
     else:
+        if EARLY:
+            gdc_wait()
         for j in range(GROUP):
             tl.store(out + j * stride_oh + o_v * stride_ov, tl.zeros([V], out.dtype.element_ty))
 
@@ -244,13 +250,16 @@ def decode(
     allow_neg_eigval: bool,
     null_slot: int | None,
     out: torch.Tensor,
+    early: bool = False,
     config: Config | None = None,
 ) -> None:
     """Launches the kernel, a program a row and query head; arguments as the module's docstring says.
 
-    No sync, no allocation. A given config overrides `choose`.
+    No sync, no allocation. early: states are read before the kernel in front of this one has ended, all else after it.
+    A given config overrides `choose`.
     """
     B, HV, V = out.shape
+    early = early and overlaps_launches(qkv.device)
     K, W = state.shape[3], conv_weight.shape[1]
     H = (qkv.shape[1] - HV * V) // (2 * K)
     config = config or choose(Shape(K, V), arch(qkv.device))
@@ -267,5 +276,5 @@ def decode(
             read_slots.stride(0), write_slots.stride(0), norm_weight.stride(0),
             0 if A_log is None else A_log.stride(0), *((0, 0) if dt_bias is None else dt_bias.stride()), *out.stride(),
             K=K, V=V, W=W, GROUP=HV // H, GATE=gate, DOUBLED=allow_neg_eigval,
-            STORE=config.store, **config.options,
+            STORE=config.store, EARLY=early, **config.options, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -48,8 +48,8 @@ def _kernel(
     stride_zb: gl.int64, stride_zh: gl.int64, stride_wc, stride_cs: gl.int64, stride_cc: gl.int64, stride_ct: gl.int64,
     stride_s: gl.int64, stride_sh: gl.int64, stride_read: gl.int64, stride_write: gl.int64, stride_dh,
     stride_ob: gl.int64, stride_oh: gl.int64,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr,
-    num_warps: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr,
+    PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     LANES: gl.constexpr = step.LANES
     VEC: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
@@ -58,42 +58,44 @@ def _kernel(
     LV: gl.constexpr = gl.SliceLayout(1, LS)
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [WAVE, 1], [num_warps, 1], [1, 0])
     LC: gl.constexpr = gl.SliceLayout(1, LT)
-    LO: gl.constexpr = gl.BlockedLayout([1], [WAVE], [num_warps], [0])
     GROUPS: gl.constexpr = V // step.ROW_GROUP
     ALL: gl.constexpr = gl.BlockedLayout([GROUPS], [WAVE], [num_warps], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     i_b = gl.program_id(1).to(gl.int64)
     i_h = gl.program_id(0)
     read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
-    b_x, b_w, b_g, b_cb, b_db, beta, rate = step.row_inputs(
-        qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, i_b, i_h, H,
-        stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, stride_wc, stride_dh, K, V, C, LC, LT,
+    b_x, b_g, beta = step.token(
+        qkv, g_raw, beta_logits, i_b, i_h, i_h, H, stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC
     )  # fmt: skip
-    o_o = gl.arange(0, V, layout=LO)
-    b_z = gl.load(out_gate + i_b * stride_zb + i_h * stride_zh + o_o)
-    b_n = gl.load(norm_weight + o_o)
-    p_o = out + i_b * stride_ob + i_h * stride_oh + o_o
-    o_s = gl.arange(0, V, layout=LV)[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
+    b_w, b_cb, b_db, rate = step.weights(
+        conv_weight, conv_bias, A_log, dt_bias, i_h, i_h, H, stride_wc, stride_dh, K, V, C, PACKED, LC, LT
+    )  # fmt: skip
+    o_v = gl.arange(0, V, layout=LV)
+    b_z = gl.load(out_gate + i_b * stride_zb + i_h * stride_zh + o_v)
+    b_n = gl.load(norm_weight + o_v)
+    p_o = out + i_b * stride_ob + i_h * stride_oh + o_v
+    o_s = o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
     if live:
         p_s = state + i_h * stride_sh
-        b_h = step.history(conv_state, read, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
+        b_h = step.history(conv_state, read, i_h, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
         b_s = gl.load(p_s + read * stride_s + o_s, cache_modifier=".cg")  # nt in the text, as .cs is of stores
         m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
-        m_o = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
         m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
         RATE: gl.constexpr = A_log is not None
         m_y.store(step.mixed(b_x, b_h, b_w, b_cb, b_g, b_db, rate, lower_bound, RATE, GATE, K, C, LC, LT))
         thread_barrier()
-        b_q, b_k, b_a, kq = step.vectors(m_y, scale, K, LK)
-        m_v = m_y.slice(step.first_value(K, V), V)
-        step.advance(
-            b_s, b_q, b_k, b_a, kq, beta, p_s + write * stride_s + o_s, m_v, m_o, m_n, LV, V, DOUBLED, ".cs"
+        b_q, b_k, b_a, rq, rk, kq = step.vectors(m_y, scale, K, LK)
+        b_v = m_y.slice(step.first_value(K, V), V).load(LV)
+        b_s, b_o, b_g2 = step.advance(b_s, b_q, b_k, b_a, rq, rk, kq, step.write_strength(beta, DOUBLED), b_v, V)
+        gl.store(p_s + write * stride_s + o_s, b_s.to(state.dtype.element_ty), cache_modifier=".cs")
+        step.roll(
+            conv_state, b_x, b_h, write, i_h, i_h, H, True, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT
         )  # fmt: skip
-        step.roll(conv_state, b_x, b_h, write, i_h, H, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
+        m_n.store(b_g2)
         thread_barrier()
-        gl.store(p_o, step.normed(b_z, b_n, m_o, m_n, norm_eps, V, LO, ALL).to(out.dtype.element_ty))
+        gl.store(p_o, step.gated(b_o, b_z, b_n, m_n, norm_eps, V, ALL).to(out.dtype.element_ty))
     else:
-        gl.store(p_o, gl.zeros([V], out.dtype.element_ty, LO))
+        gl.store(p_o, gl.zeros([V], out.dtype.element_ty, LV))
 
 
 kernel = gluon.jit(_kernel, **step.UNSPECIALIZED)

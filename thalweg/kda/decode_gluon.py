@@ -1,12 +1,17 @@
 """The fused decode step of KDA for Hopper, in Gluon: the formulas and arguments of `decode`, made of `step_gluon`.
 
-A program a head. Its state comes to shared memory in bulk copies, in parts of 32 rows, each stepped and stored while
-the next ones arrive. Four warps and few registers: three programs share a multiprocessor, four at bfloat16, and one's
-arithmetic hides the others' memory. Bulk copies pass by the queue of ordinary loads, which returns in order: a history
-asked for behind a state of 64 KB would wait for it. Heads lie along the first axis of the grid, so that programs that
-run at the same time read neighbouring memory.
+A program a query head of a row, and its value heads one after another. A state comes to shared memory in bulk copies,
+in parts of 32 rows, each stepped and stored while the next ones arrive. Four warps and few registers: three or four
+programs share a multiprocessor, and one's arithmetic hides the others' memory. Bulk copies pass by the queue of
+ordinary loads, which returns in order: a history asked for behind a state of 64 KB would wait for it. Parts lie in
+shared memory as in the pool, unswizzled, so that a copy is one run of memory (of swizzled ones, of 128-byte pieces, it
+takes 4 % more time). Heads lie along the first axis of the grid, so that programs that run at the same time read
+neighbouring memory.
 
-Beyond `decode` it wants: HV = H, W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
+Beyond `decode` it wants: W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
+
+early: the launch may begin before the kernel in front of it in the stream has ended. Slots, weights, histories and
+states are then asked for at once, and everything else, and every store, waits for that kernel.
 """
 
 from dataclasses import dataclass, field
@@ -15,11 +20,11 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from thalweg.device import current
-from thalweg.gluon import bulk_load, thread_barrier
+from thalweg.gluon import bulk_load, bulk_store, gdc_launch_dependents, gdc_wait, thread_barrier
 from thalweg.kda import step_gluon as step
 
 
@@ -31,9 +36,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """parts: of a state that come and go one after another. store: cache modifier of the state's stores."""
+    """parts: of a state that come and go one after another. buffers: places of shared memory for them, each used again
+    when its part has been read. store: cache modifier of the state's stores, or "bulk": by bulk copies too, which
+    takes a place for every part.
+    """
 
     parts: int
+    buffers: int
     store: str
     max_registers: int  # a lane, where one more costs a program its place
     reason: str = field(compare=False)
@@ -44,12 +53,29 @@ class Config:
 
 
 def choose(shape: Shape) -> Config:
-    """The configuration for a shape; a row's bits are the same in all of them."""
+    """The configuration for a shape; a row's bits are the same in all of them. Measured on an H200."""
+    parts = shape.V // 32
     # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
     registers = 128 if shape.state_dtype == torch.bfloat16 else 168
-    if shape.heads < 2000:
-        return Config(shape.V // 32, ".cs", registers, "32 rows a part: the first are worked on soon")
-    return Config(shape.V // 32, "", registers, "plain stores are 1 % faster from 2,000 heads on")
+    if shape.heads <= 264:
+        return Config(parts, parts, ".cs", registers, "at most two programs a multiprocessor: all of a state asked for")
+    if shape.heads <= 1100:
+        why = "48 KB a program: four a multiprocessor, 20.1 us and not 21.5 at 512 heads, 38.4 and not 39.2 at 1,024"
+        return Config(parts, min(parts, 3), ".cs", 128, why)
+    return Config(parts, parts, "bulk", registers, "73.5 us and not 74.4 at 2,048 heads, 421.5 and not 431 at 12,288")
+
+
+@gluon.jit
+def _in_rows_order(parts, GROUPS: gl.constexpr):
+    """Sums of groups of rows, part by part, as one vector: 1, 2 or 4 parts."""
+    PARTS: gl.constexpr = len(parts)
+    if PARTS == 1:
+        return parts[0]
+    elif PARTS == 2:
+        return gl.reshape(gl.permute(gl.join(parts[0], parts[1]), [1, 0]), [GROUPS])
+    else:
+        b_n = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+        return gl.reshape(gl.permute(b_n, [2, 1, 0]), [GROUPS])
 
 
 def _kernel(
@@ -60,8 +86,9 @@ def _kernel(
     stride_zb: gl.int64, stride_zh: gl.int64, stride_wc, stride_cs: gl.int64, stride_cc: gl.int64, stride_ct: gl.int64,
     stride_s: gl.int64, stride_sh: gl.int64, stride_read: gl.int64, stride_write: gl.int64, stride_dh,
     stride_ob: gl.int64, stride_oh: gl.int64,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr, PARTS: gl.constexpr,
-    STORE: gl.constexpr, num_warps: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr,
+    PACKED: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr,
+    EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """desc: the state pool as rows of K, in blocks of ROWS rows."""
     ROWS: gl.constexpr = V // PARTS
@@ -73,75 +100,118 @@ def _kernel(
     LV: gl.constexpr = gl.SliceLayout(1, LS)
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [num_warps, 1], [1, 0])
     LC: gl.constexpr = gl.SliceLayout(1, LT)
-    LO: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     GROUPS: gl.constexpr = V // step.ROW_GROUP
     ALL: gl.constexpr = gl.BlockedLayout([GROUPS], [32], [num_warps], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BYTES: gl.constexpr = ROWS * K * (state.dtype.element_ty.primitive_bitwidth // 8)
+    RATE: gl.constexpr = A_log is not None
     i_b = gl.program_id(1).to(gl.int64)
-    i_h = gl.program_id(0)
+    i_q = gl.program_id(0)
     read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
-    m_s = gl.allocate_shared_memory(state.dtype.element_ty, [PARTS, ROWS, K], desc.layout)
-    m_b = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    # Objects of their own: the compiler puts a barrier of all threads between uses of parts of one.
+    m_s, m_b = (), ()
+    for _ in gl.static_range(BUFFERS):
+        m_s = m_s + (gl.allocate_shared_memory(state.dtype.element_ty, [ROWS, K], desc.layout),)
     for part in gl.static_range(PARTS):
-        mbarrier.init(m_b.index(part), count=1)
+        m_b = m_b + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        mbarrier.init(m_b[part], count=1)
     fence_async_shared()
-    # Asked for before the branch, in front of the barriers around the bulk copies: the compiler moves loads down to
-    # their uses otherwise, behind waits for others.
-    b_x, b_w, b_g, b_cb, b_db, beta, rate = step.row_inputs(
-        qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, i_b, i_h, H,
-        stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, stride_wc, stride_dh, K, V, C, LC, LT,
-    )  # fmt: skip
-    o_o = gl.arange(0, V, layout=LO)
-    b_z = gl.load(out_gate + i_b * stride_zb + i_h * stride_zh + o_o)
-    b_n = gl.load(norm_weight + o_o)
-    p_o = out + i_b * stride_ob + i_h * stride_oh + o_o
+    thread_barrier()  # before any other load: the fence would wait for it
+    m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
+    m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
     o_v = gl.arange(0, ROWS, layout=LV)
-    p_s = state + i_h * stride_sh + o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
-    b_h = step.history(conv_state, read, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
-    row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
-    for part in gl.static_range(PARTS):
-        mbarrier.expect(m_b.index(part), BYTES, pred=live)
-        bulk_load(desc, [row + part * ROWS, 0], m_b.index(part), m_s.index(part), pred=live)
-    if live:
-        m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
-        m_o = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
-        m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
-        RATE: gl.constexpr = A_log is not None
-        m_y.store(step.mixed(b_x, b_h, b_w, b_cb, b_g, b_db, rate, lower_bound, RATE, GATE, K, C, LC, LT))
-        thread_barrier()
-        b_q, b_k, b_a, kq = step.vectors(m_y, scale, K, LK)
-        p_s += write * stride_s
+    o_s = o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
+    for j in range(GROUP):
+        i_h = i_q * GROUP + j
         for part in gl.static_range(PARTS):
-            mbarrier.wait(m_b.index(part), 0)
-            m_v = m_y.slice(FIRST + part * ROWS, ROWS)
-            m_p = m_n.slice(part * (GROUPS // PARTS), GROUPS // PARTS)
-            step.advance(
-                m_s.index(part).load(LS), b_q, b_k, b_a, kq, beta, p_s + part * ROWS * K, m_v,
-                m_o.slice(part * ROWS, ROWS), m_p, LV, ROWS, DOUBLED, STORE,
+            mbarrier.expect(m_b[part], BYTES, pred=live)
+        if not EARLY:
+            b_x, b_g, beta = step.token(
+                qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
+                stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
             )  # fmt: skip
-        step.roll(conv_state, b_x, b_h, write, i_h, H, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
-        thread_barrier()
-        gl.store(p_o, step.normed(b_z, b_n, m_o, m_n, norm_eps, V, LO, ALL).to(out.dtype.element_ty))
-    else:
-        gl.store(p_o, gl.zeros([V], out.dtype.element_ty, LO))
+        b_w, b_cb, b_db, rate = step.weights(
+            conv_weight, conv_bias, A_log, dt_bias, i_q, i_h, H, stride_wc, stride_dh, K, V, C, PACKED, LC, LT
+        )  # fmt: skip
+        b_h = step.history(conv_state, read, i_q, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
+        row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
+        for part in gl.static_range(BUFFERS):
+            bulk_load(desc, [row + part * ROWS, 0], m_b[part], m_s[part], pred=live)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+            b_x, b_g, beta = step.token(
+                qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
+                stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
+            )  # fmt: skip
+        p_z = out_gate + i_b * stride_zb + i_h * stride_zh + o_v
+        p_o = out + i_b * stride_ob + i_h * stride_oh + o_v
+        b_z, b_n = (), ()
+        for part in gl.static_range(PARTS):
+            b_z = b_z + (gl.load(p_z + part * ROWS),)
+            b_n = b_n + (gl.load(norm_weight + part * ROWS + o_v),)
+        if live:
+            step.roll(
+                conv_state, b_x, b_h, write, i_q, i_h, H, j == GROUP - 1, stride_cs, stride_cc, stride_ct,
+                K, V, C, LC, LT,
+            )  # fmt: skip
+            m_y.store(step.mixed(b_x, b_h, b_w, b_cb, b_g, b_db, rate, lower_bound, RATE, GATE, K, C, LC, LT))
+            thread_barrier()
+            b_q, b_k, b_a, rq, rk, kq = step.vectors(m_y, scale, K, LK)
+            b_beta = step.write_strength(beta, DOUBLED)
+            b_o, b_sums = (), ()
+            p_s = state + write * stride_s + i_h * stride_sh + o_s
+            new = (write * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(m_b[part], j % 2)
+                b_s = m_s[part % BUFFERS].load(LS)
+                if part + BUFFERS < PARTS:
+                    thread_barrier()  # all of it has been read: another part may come
+                    bulk_load(desc, [row + (part + BUFFERS) * ROWS, 0], m_b[part + BUFFERS], m_s[part % BUFFERS])
+                b_v = m_y.slice(FIRST + part * ROWS, ROWS).load(LV)
+                b_s, b_r, b_sum = step.advance(b_s, b_q, b_k, b_a, rq, rk, kq, b_beta, b_v, ROWS)
+                b_s = b_s.to(state.dtype.element_ty)
+                if STORE == "bulk":
+                    m_s[part].store(b_s)
+                    fence_async_shared()
+                    thread_barrier()
+                    bulk_store(desc, [new + part * ROWS, 0], m_s[part])
+                else:
+                    gl.store(p_s + part * ROWS * K, b_s, cache_modifier=STORE)
+                b_o, b_sums = b_o + (b_r,), b_sums + (b_sum,)
+            m_n.store(_in_rows_order(b_sums, GROUPS))
+            thread_barrier()
+            for part in gl.static_range(PARTS):
+                b_r = step.gated(b_o[part], b_z[part], b_n[part], m_n, norm_eps, V, ALL)
+                gl.store(p_o + part * ROWS, b_r.to(out.dtype.element_ty))
+            if STORE == "bulk":
+                tma.store_wait(0)  # memory of a program that ends belongs to another
+            if GROUP > 1:
+                thread_barrier()  # everything of this head has been read: the next one's may come
+        else:
+            for part in gl.static_range(PARTS):
+                gl.store(p_o + part * ROWS, gl.zeros([ROWS], out.dtype.element_ty, LV))
 
 
 kernel = gluon.jit(_kernel, **step.UNSPECIALIZED)
 
 
 def decode(*, config: Config | None = None, **call) -> None:
-    """Launches the kernel, a program a row and head; call: the op's arguments. No sync, no allocation.
+    """Launches the kernel, a program a row and query head; call: the op's arguments. No sync, no allocation.
 
     A given config overrides `choose`.
     """
-    state, out = call["state"], call["out"]
+    state, out, early = call["state"], call["out"], call.pop("early", False)
     B, HV, V = out.shape
     if B == 0:
         return
     config = config or choose(Shape(B * HV, V, state.dtype))
-    K, layout = state.shape[3], gl.NVMMASharedLayout(128, 8 * state.element_size(), 2)
+    K, layout = state.shape[3], gl.NVMMASharedLayout(0, 8 * state.element_size(), 2)
     desc = TensorDescriptor(state, [step.pool_rows(state), K], [K, 1], [V // config.parts, K], layout)
     positional, constants = step.arguments(**call, desc=desc)
+    options = config.options | ({"launch_pdl": True} if early else {})
     with current(state.device):
-        kernel[(HV, B)](*positional, **constants, PARTS=config.parts, STORE=config.store, **config.options)
+        kernel[(HV // constants["GROUP"], B)](
+            *positional, **constants, PARTS=config.parts, BUFFERS=config.buffers, STORE=config.store, EARLY=early,
+            **options,
+        )  # fmt: skip

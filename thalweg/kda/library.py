@@ -100,6 +100,11 @@ def _decode_why_not(call) -> str | None:
     return None
 
 
+def _waits(run):
+    """`run` of an implementation that waits for what is in front of it, whatever the caller allows."""
+    return lambda early, **call: run(**call)
+
+
 def _decode(**call) -> None:
     from thalweg.kda import decode
 
@@ -163,7 +168,7 @@ def _decode_on(name: str):
             return f"made for the {name} architecture"
         from thalweg.kda import step_gluon
 
-        return step_gluon.why_not(call)
+        return step_gluon.why_not(call, groups=name == "sm_90")
 
     return why_not
 
@@ -209,11 +214,11 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
             "gfx950",
             "one fused step in Gluon for CDNA4; compiled for the chip, not timed on it",
             _decode_on("gfx950"),
-            _decode_gfx950,
+            _waits(_decode_gfx950),
         ),
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
-        dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _split),
-        *_reference(reference_ops.decode),
+        dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _waits(_split)),
+        *_reference(_waits(reference_ops.decode)),
     ),
     "kda_verify": (
         dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _verify),
@@ -312,7 +317,7 @@ kda_prefill = dispatch.define(
 kda_decode = dispatch.define(
     f"kda_decode({_TOKENS}, Tensor out_gate, Tensor conv_weight, Tensor? conv_bias, Tensor(a!) conv_state, "
     "Tensor(b!) state, Tensor read_slots, Tensor write_slots, Tensor norm_weight, float norm_eps, "
-    f"{_GATE}, float scale, bool allow_neg_eigval, int? null_slot, Tensor(c!) out, " + _END,
+    f"{_GATE}, float scale, bool allow_neg_eigval, int? null_slot, bool early, Tensor(c!) out, " + _END,
     IMPLS["kda_decode"],
     _check_decode,
 )

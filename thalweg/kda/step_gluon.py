@@ -15,10 +15,13 @@ LANES = gl.constexpr(8)  # that share a row of the state
 ROW_GROUP = gl.constexpr(8)  # rows whose squares are summed first, whatever warps and parts there are
 
 
-def why_not(call: dict[str, Any]) -> str | None:
-    """What the kernels made of these parts cannot take, of what `decode` can; metadata only."""
+def why_not(call: dict[str, Any], groups: bool) -> str | None:
+    """What the kernels made of these parts cannot take, of what `decode` can; metadata only.
+
+    groups: whether the kernel lets value heads share a query head.
+    """
     HV, V, K = call["state"].shape[1:]
-    if call["qkv"].shape[1] != HV * (2 * K + V):
+    if not groups and call["qkv"].shape[1] != HV * (2 * K + V):
         return "takes as many query heads as value heads"
     if call["conv_weight"].shape[1] != 4:
         return f"takes convolutions of width 4, got {call['conv_weight'].shape[1]}"
@@ -44,17 +47,21 @@ def arguments(
 ) -> tuple[tuple, dict[str, Any]]:  # fmt: skip
     """The positional and constant arguments of both kernels, from those of the op."""
     HV, V, K = state.shape[1:]
+    H = (qkv.shape[1] - HV * V) // (2 * K)
     positional = (
         qkv, g_raw, beta_logits, out_gate, conv_weight, conv_bias, conv_state, state, read_slots, write_slots,
         norm_weight, A_log, dt_bias, out, desc,
-        HV, min(conv_state.shape[0], state.shape[0]), -1 if null_slot is None else null_slot, float(norm_eps),
+        H, min(conv_state.shape[0], state.shape[0]), -1 if null_slot is None else null_slot, float(norm_eps),
         float(lower_bound), float(scale),
         qkv.stride(0), *g_raw.stride()[:2], *beta_logits.stride(), *out_gate.stride()[:2], conv_weight.stride(0),
         *conv_state.stride(), *state.stride()[:2], read_slots.stride(0), write_slots.stride(0),
         0 if dt_bias is None else dt_bias.stride(0), *out.stride()[:2],
     )  # fmt: skip
     width = 1 << ((3 * K + V - 1) // V * V + V - 1).bit_length()
-    return positional, {"K": K, "V": V, "C": width, "GATE": gate, "DOUBLED": allow_neg_eigval}
+    packed = conv_weight.stride(0) == conv_weight.shape[1]
+    return positional, {
+        "K": K, "V": V, "C": width, "GROUP": HV // H, "GATE": gate, "DOUBLED": allow_neg_eigval, "PACKED": packed,
+    }  # fmt: skip
 
 
 # What changes from step to step or with the caller's buffers: none of these values may be compiled in.
@@ -112,49 +119,60 @@ def row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, nu
 
 
 @gluon.jit
-def _channels(i_h, H, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr):
+def _channels(i_q, i_h, H, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr):
     """Of a head's q | k | gate | v: the channel of qkv, whether it is one, whether it is of the gate, and which."""
     o_c = gl.arange(0, C, layout=LC)
     gate = (o_c >= 2 * K) & (o_c < 3 * K)
-    o_y = gl.where(o_c < K, i_h * K + o_c, (H + i_h) * K + o_c - K)
+    o_y = gl.where(o_c < K, i_q * K + o_c, (H + i_q) * K + o_c - K)
     FIRST: gl.constexpr = first_value(K, V)
     o_y = gl.where(o_c < 2 * K, o_y, 2 * H * K + i_h * V + o_c - FIRST)
     return o_y, (o_c < 2 * K) | ((o_c >= FIRST) & (o_c < FIRST + V)), gate, o_c - 2 * K
 
 
 @gluon.jit
-def row_inputs(
-    qkv, g_raw, beta_logits, conv_weight, conv_bias, A_log, dt_bias, i_b, i_h, H,
-    stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, stride_wc, stride_dh,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr, LT: gl.constexpr,
+def token(
+    qkv, g_raw, beta_logits, i_b, i_q, i_h, H, stride_xb, stride_gb, stride_gh, stride_bb, stride_bh,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr,
 ):  # fmt: skip
-    """What a head's convolution and gate read, but for the history: x, taps, conv bias, gate, its bias, beta, rate."""
-    o_y, conv, gate, o_g = _channels(i_h, H, K, V, C, LC)
-    o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, LT))
+    """What a head's convolution and gate read of a row: x, gate, beta."""
+    o_y, conv, gate, o_g = _channels(i_q, i_h, H, K, V, C, LC)
     b_x = gl.load(qkv + i_b * stride_xb + o_y, mask=conv, other=0.0)
-    m_w = conv[:, None] & (o_w < 4)[None, :]
-    b_w = gl.load(conv_weight + o_y.to(gl.int64)[:, None] * stride_wc + o_w[None, :], mask=m_w, other=0.0)
     b_g = gl.load(g_raw + i_b * stride_gb + i_h * stride_gh + o_g, mask=gate, other=0.0)
+    return b_x, b_g, gl.load(beta_logits + i_b * stride_bb + i_h * stride_bh)
+
+
+@gluon.jit
+def weights(
+    conv_weight, conv_bias, A_log, dt_bias, i_q, i_h, H, stride_wc, stride_dh,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, LC: gl.constexpr, LT: gl.constexpr,
+):  # fmt: skip
+    """What is the same for every row: taps, conv bias, the gate's bias and rate."""
+    o_y, conv, gate, o_g = _channels(i_q, i_h, H, K, V, C, LC)
+    o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, LT))
+    m_w = conv[:, None] & (o_w < 4)[None, :]
+    if PACKED:  # one load a channel
+        b_w = gl.load(conv_weight + (o_y * 4)[:, None] + o_w[None, :], mask=m_w, other=0.0)
+    else:
+        b_w = gl.load(conv_weight + o_y.to(gl.int64)[:, None] * stride_wc + o_w[None, :], mask=m_w, other=0.0)
     b_cb = gl.zeros([C], gl.float32, LC)
     if conv_bias is not None:
         b_cb = gl.load(conv_bias + o_y, mask=conv, other=0.0).to(gl.float32)
     b_db = gl.zeros([C], gl.float32, LC)
     if dt_bias is not None:
         b_db = gl.load(dt_bias + i_h * stride_dh + o_g, mask=gate, other=0.0)
-    beta = gl.load(beta_logits + i_b * stride_bb + i_h * stride_bh)
     rate = 0.0
     if A_log is not None:
         rate = gl.load(A_log + i_h)
-    return b_x, b_w, b_g, b_cb, b_db, beta, rate
+    return b_w, b_cb, b_db, rate
 
 
 @gluon.jit
 def history(
-    conv_state, read, i_h, H, live, stride_cs, stride_cc, stride_ct,
+    conv_state, read, i_q, i_h, H, live, stride_cs, stride_cc, stride_ct,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr, LT: gl.constexpr,
 ):  # fmt: skip
     """The last three inputs of a live row's channels of a head, [C, 4]: column 3 is for the new one."""
-    o_y, conv, _, _ = _channels(i_h, H, K, V, C, LC)
+    o_y, conv, _, _ = _channels(i_q, i_h, H, K, V, C, LC)
     o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, LT))
     p = conv_state + read * stride_cs + o_y.to(gl.int64)[:, None] * stride_cc + o_w[None, :] * stride_ct
     return gl.load(p, mask=(conv & live)[:, None] & (o_w < 3)[None, :], other=0.0)
@@ -162,14 +180,17 @@ def history(
 
 @gluon.jit
 def roll(
-    conv_state, b_x, b_h, write, i_h, H, stride_cs, stride_cc, stride_ct,
+    conv_state, b_x, b_h, write, i_q, i_h, H, last, stride_cs, stride_cc, stride_ct,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LC: gl.constexpr, LT: gl.constexpr,
 ):  # fmt: skip
-    """The history one input on: what was read, stored one column to the left."""
-    o_y, conv, _, _ = _channels(i_h, H, K, V, C, LC)
+    """The history one input on: what was read, stored one column to the left. Where not `last`, only that of v: other
+    value heads have yet to read that of q and k, by the same lanes.
+    """
+    o_y, conv, _, _ = _channels(i_q, i_h, H, K, V, C, LC)
     o_w = gl.arange(0, 4, layout=gl.SliceLayout(0, LT))
     b_h = gl.where((o_w == 3)[None, :], b_x.to(conv_state.dtype.element_ty)[:, None], b_h)
     p = conv_state + write * stride_cs + o_y.to(gl.int64)[:, None] * stride_cc + (o_w - 1)[None, :] * stride_ct
+    conv &= (gl.arange(0, C, layout=LC) >= 2 * K) | last
     gl.store(p, b_h, mask=conv[:, None] & (o_w > 0)[None, :])
 
 
@@ -194,40 +215,40 @@ def mixed(
 
 @gluon.jit
 def vectors(m_y, scale, K: gl.constexpr, LK: gl.constexpr):
-    """q, k (both normalised) and decay from shared memory, and k . q."""
+    """q, k and decay from shared memory; what normalises q (scale included) and k, and k . q of the normalised."""
     b_q = m_y.slice(0, K).load(LK)
     b_k = m_y.slice(K, K).load(LK)
     b_a = m_y.slice(2 * K, K).load(LK)
-    b_q = b_q * (gl.rsqrt(gl.sum(b_q * b_q, 0) + 1e-6) * scale)
-    b_k = b_k * gl.rsqrt(gl.sum(b_k * b_k, 0) + 1e-6)
-    return b_q, b_k, b_a, gl.sum(b_k * b_q, 0)
+    rq = gl.rsqrt(gl.sum(b_q * b_q, 0) + 1e-6) * scale
+    rk = gl.rsqrt(gl.sum(b_k * b_k, 0) + 1e-6)
+    return b_q, b_k, b_a, rq, rk, gl.sum(b_k * b_q, 0) * rq * rk
 
 
 @gluon.jit
-def advance(
-    b_s, b_q, b_k, b_a, kq, beta, p_s, m_v, m_o, m_n, LV: gl.constexpr, ROWS: gl.constexpr, DOUBLED: gl.constexpr,
-    STORE: gl.constexpr,
-):  # fmt: skip
-    """Steps ROWS rows of the state and stores them; leaves o and sums of its squares, in an order that depends neither
-    on warps nor on parts.
-    """
-    b_s = b_s.to(gl.float32)
+def write_strength(beta, DOUBLED: gl.constexpr):
     beta = sigmoid(beta.to(gl.float32))
     if DOUBLED:
         beta = beta * 2.0
-    b_d = beta * (m_v.load(LV) - gl.sum(b_s * (b_k * b_a)[None, :], 1))
-    b_o = gl.sum(b_s * (b_q * b_a)[None, :], 1) + b_d * kq
-    b_s = b_s * b_a[None, :] + b_d[:, None] * b_k[None, :]
-    m_n.store(gl.sum(gl.reshape(b_o * b_o, [ROWS // ROW_GROUP, ROW_GROUP]), 1))
-    m_o.store(b_o)
-    gl.store(p_s, b_s.to(p_s.dtype.element_ty), cache_modifier=STORE)
+    return beta
 
 
 @gluon.jit
-def normed(b_z, b_n, m_o, m_n, norm_eps, V: gl.constexpr, LO: gl.constexpr, ALL: gl.constexpr):
-    """The gated norm of the o left in shared memory, after a barrier."""
+def advance(b_s, b_q, b_k, b_a, rq, rk, kq, beta, b_v, ROWS: gl.constexpr):
+    """Steps ROWS rows of the state: the state, o, and sums of o's squares in an order that depends neither on warps nor
+    on parts. q and k come as they are: their norms are scalars of a row's sums, which need not wait for them.
+    """
+    b_s = b_s.to(gl.float32) * b_a[None, :]
+    b_d = beta * (b_v - rk * gl.sum(b_s * b_k[None, :], 1))
+    b_o = rq * gl.sum(b_s * b_q[None, :], 1) + b_d * kq
+    b_s = b_s + (b_d * rk)[:, None] * b_k[None, :]
+    return b_s, b_o, gl.sum(gl.reshape(b_o * b_o, [ROWS // ROW_GROUP, ROW_GROUP]), 1)
+
+
+@gluon.jit
+def gated(b_o, b_z, b_n, m_n, norm_eps, V: gl.constexpr, ALL: gl.constexpr):
+    """The gated norm of rows of o, when the sums of squares of all of it lie in shared memory."""
     inverse = gl.rsqrt(gl.sum(m_n.load(ALL), 0) * (1.0 / V) + norm_eps)
-    return m_o.load(LO) * inverse * b_n.to(gl.float32) * sigmoid(b_z.to(gl.float32))
+    return b_o * inverse * b_n.to(gl.float32) * sigmoid(b_z.to(gl.float32))
 
 
 def pool_rows(state: torch.Tensor) -> int:
