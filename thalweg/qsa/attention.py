@@ -3,18 +3,19 @@
     o[r, h] = sum_t softmax_t(scale q[r, h] . k[t]) v[t]          over the row's tokens t, times sigmoid(out_gate)
 
 A row's list has k * ratio + ratio - 1 entries: its blocks in the order given, then the open block; entries that are
-unused, on holes or not yet visible are masked and never fetched. The list is cut into segments of SEGMENT entries.
-Each is one flash loop of its own, and their results are folded in order, by the same arithmetic whether one program
-takes all segments of a row and KV head (many rows) or one each (few rows, then a second kernel folds): a row's bits do
-not depend on how many rows there are. All query heads of a KV head share what is fetched.
+unused, on holes or not yet visible are masked and never fetched. The list is cut into units of UNIT entries. Each is
+attended to by itself (sum, maximum, weight), and units are folded into the row one after the other, by the same
+arithmetic whether a program takes all units of a row and KV head (many rows) or one each (few rows, then a second
+kernel folds): a row's bits do not depend on how many rows there are. All query heads of a KV head share what is
+fetched.
 
     q            [R, Hq, D]                          bfloat16, float16 or float32; any strides
     k_cache      [pages, page_tokens, Hkv, D]        an activation dtype or float8_e4m3fn; any strides; v_cache alike
     page_table   [requests, max_pages], row_request [R], positions [R], block_ids [R, k]   int32 or int64
     out_gate     [R, Hq, D] or None
     out          [R, Hq, D]                          in q's dtype; zeros where there is nothing to attend to
-    partial      [R, Hkv, segments, BG, BD + 2] float32: sum, maximum (base 2) and weight of each segment
-    slots        [R, segments * SEGMENT] int32: pool row of each entry, -1 masked; with many rows it is made first, by a
+    partial      [R, Hkv, units, G * BD + 2 * BG] float32: sum, maximum (base 2) and weight of each unit
+    slots        [rows, width] int32: place in the pool of each entry, -1 masked; with many rows it is made first, by a
                  kernel of its own, so that keys and values are one look-up away and can be fetched ahead
 
 Source: flash attention (arXiv 2205.14135) and its split form, over gathered tokens.
@@ -26,12 +27,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from thalweg.device import arch, current
 
 LOG2E = 1.4426950408889634
-SEGMENT = 256  # entries; a choice of arithmetic, not of speed: another value gives other last bits
-FEW = 264  # programs up to which a row's segments are spread over programs
+FOLD_AHEAD, FOLD_WARPS = 36, 4  # units on their way at once at most, warps of a head
+SLOTS_BYTES = 128 << 20  # of slots at once; more rows are attended to in parts
 
 
 class Shape(NamedTuple):
@@ -42,47 +44,56 @@ class Shape(NamedTuple):
     group: int  # query heads of a KV head
     dim: int
     itemsize: int  # of a cached element as it is multiplied
-    flat: bool  # rows of the pools are evenly spaced
 
 
 @dataclass(frozen=True)
 class Config:
-    split: bool  # segments over programs
-    listed: bool  # slots are looked up by a kernel before
-    tokens: int  # of a step; divides SEGMENT
+    """tokens, columns and num_warps are a choice of arithmetic (the order of sums): they depend on no row count."""
+
+    units: int  # of a program: 0 all of a row and KV head, which it then folds
+    tokens: int  # of a unit
+    columns: int  # of keys and values that are products of their own
     num_warps: int
     num_stages: int
+    early: bool  # the second kernel starts beside the first and waits for it (Hopper): 1 us less
     reason: str = field(compare=False)
 
     @property
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def choose(shape: Shape, device: str) -> Config:
+def choose(shape: Shape, device: str, whole: bool = False) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     width = max(16, triton.next_power_of_2(shape.dim))
-    split = shape.rows * shape.kv_heads <= FEW
-    # A step's keys and values wait in shared memory, two steps of them: at most 64 KiB (B30); 64 tokens of 256 spill.
     tokens = 64
-    while tokens > 16 and 4 * tokens * width * shape.itemsize > 1 << 16:
+    while tokens > 16 and 2 * tokens * width * shape.itemsize > 1 << 16:
         tokens //= 2
-    if device == "gfx950":  # 160 KiB, and no copies that pass registers by
-        tokens = min(tokens, 32)
-    listed = not split and shape.flat
-    reason = "few rows: a program a segment" if split else "many rows: a program a row and KV head"
-    return Config(split, listed, tokens, 4, 3 if listed else 4, reason)
+    columns, programs = min(width, 64), shape.rows * shape.kv_heads
+    if whole or programs >= 96:
+        return Config(0, tokens, columns, 4, 2, False, "many rows: a program a row and KV head")
+    return Config(1, tokens, columns, 8, 1, device == "sm_90", "few rows: a program a unit, then the fold")
 
 
 @triton.jit
-def _slots(p_ids, p_table, o_j, end, position, visible, k, ratio, capacity, pages, stride_ik, stride_tp,
-           PAGE: tl.constexpr):  # fmt: skip
-    """Page and row in it of list entries, and which of them are tokens that the row attends to."""
-    b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < tl.minimum(end, k * ratio), other=-1)
+def _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p):
+    """Request (0 for padding) and position (-1) of a row."""
+    i_request = tl.load(row_request + i_r * stride_rr).to(tl.int64)
+    position = tl.load(positions + i_r * stride_p).to(tl.int64)
+    live = (i_request >= 0) & (i_request < requests) & (position >= 0)
+    # Past the table's capacity everything is a hole: a position may be taken for one just behind it.
+    position = tl.minimum(tl.where(live, position, -1), capacity + 2 * ratio).to(tl.int32)
+    return tl.where(live, i_request, 0), position
+
+
+@triton.jit
+def _slots(b_id, p_table, o_j, position, k, ratio, capacity, pages, stride_tp, PAGE: tl.constexpr):
+    """Page and row in it of list entries of blocks b_id, and which of them are tokens that the row attends to."""
+    visible = (position + 1) // ratio
     listed = (b_id >= 0) & (b_id < visible)
     b_token = tl.where(listed, b_id, 0).to(tl.int32) * ratio + o_j % ratio
     b_tail = visible * ratio + (o_j - k * ratio)
-    tail = (o_j >= k * ratio) & (o_j < end) & (b_tail <= position)
+    tail = (o_j >= k * ratio) & (o_j < k * ratio + ratio - 1) & (b_tail <= position)
     b_token = tl.where(tail, b_tail, b_token)
     m_j = (listed | tail) & (b_token < capacity)
     b_page = tl.load(p_table + (b_token // PAGE).to(tl.int64) * stride_tp, mask=m_j, other=-1).to(tl.int64)
@@ -91,190 +102,254 @@ def _slots(p_ids, p_table, o_j, end, position, visible, k, ratio, capacity, page
 
 
 def _slots_kernel(
-    table, row_request, positions, block_ids, slots, k, ratio, capacity, pages, requests, width,
+    table, row_request, positions, block_ids, slots, first, k, ratio, capacity, pages, requests, width,
     stride_tr: tl.int64, stride_tp: tl.int64, stride_rr: tl.int64, stride_p: tl.int64, stride_ir: tl.int64, stride_ik,
-    PAGE: tl.constexpr, BN: tl.constexpr,
+    taken, PAGE: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     i_r = tl.program_id(0).to(tl.int64)
-    i_request, position, end = _row(row_request, positions, i_r, k, ratio, capacity, requests, stride_rr, stride_p)
-    visible = (position + 1) // ratio
+    if taken is not None and tl.load(taken + (first + i_r) // ROWS) > 0:
+        return
+    i_request, position = _row(row_request, positions, first + i_r, ratio, capacity, requests, stride_rr, stride_p)
     o_j = tl.program_id(1) * BN + tl.arange(0, BN)
-    b_page, b_row, m_j = _slots(block_ids + i_r * stride_ir, table + i_request * stride_tr, o_j, end, position, visible,
-                                k, ratio, capacity, pages, stride_ik, stride_tp, PAGE)  # fmt: skip
+    p_ids = block_ids + (first + i_r) * stride_ir
+    b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
+    b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
+                                stride_tp, PAGE)  # fmt: skip
     b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)
     tl.store(slots + i_r * width + o_j, b_slot, mask=o_j < width)
 
 
 @triton.jit
-def _row(row_request, positions, i_r, k, ratio, capacity, requests, stride_rr, stride_p):
-    """Request (0 for padding), position (-1) and list entries (0) of a row."""
-    i_request = tl.load(row_request + i_r * stride_rr).to(tl.int64)
-    position = tl.load(positions + i_r * stride_p).to(tl.int64)
-    live = (i_request >= 0) & (i_request < requests) & (position >= 0)
-    # Past the table's capacity everything is a hole: a position may be taken for one just behind it.
-    position = tl.minimum(tl.where(live, position, -1), capacity + 2 * ratio).to(tl.int32)
-    return tl.where(live, i_request, 0), position, tl.where(live, k * ratio + ratio - 1, 0)
-
-
-@triton.jit
-def _rows(p, b_page, b_row, m_j, stride_p, stride_t, stride_d, D: tl.constexpr, BD: tl.constexpr, dtype: tl.constexpr):
-    o_d = tl.arange(0, BD)
-    m = m_j[:, None]
-    if D < BD:
-        m = m & (o_d < D)[None, :]
+def _rows(p, b_page, b_row, m_j, stride_p, stride_t, stride_d, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+          dtype: tl.constexpr):  # fmt: skip
+    """Keys or values of slots, in tiles of BC columns: a lane copies the same few slots of each tile."""
+    o_c = tl.arange(0, BC)
     p_row = p + b_page * stride_p + b_row.to(tl.int64) * stride_t
-    return tl.load(p_row[:, None] + o_d[None, :] * stride_d, mask=m, other=0.0).to(dtype)
+    b = ()
+    for i_c in tl.static_range(BD // BC):
+        m = m_j[:, None]
+        if D < BD:
+            m = m & (o_c + i_c * BC < D)[None, :]
+        b = b + (tl.load(p_row[:, None] + (o_c + i_c * BC)[None, :] * stride_d, mask=m, other=0.0).to(dtype),)
+    return b
 
 
 @triton.jit
-def _step(b_q, b_k, b_v, m_j, b_o, b_m, b_l, scale):
-    """One flash step: scores in base 2; a masked entry has weight zero and changes nothing, not even a bit."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-    b_s = tl.where(m_j[None, :], b_s, float("-inf"))
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(b_s - b_base[:, None])
-    b_decay = tl.exp2(b_m - b_base)
-    b_l = tl.fma(b_l, b_decay, tl.sum(b_p, 1))
-    b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_decay[:, None], input_precision="ieee")
-    return b_o, b_new, b_l
+def _query(q, o_g, stride_qh, stride_qd, group, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+           dtype: tl.constexpr):  # fmt: skip
+    o_c = tl.arange(0, BC)
+    b = ()
+    for i_c in tl.static_range(BD // BC):
+        o_d = o_c + i_c * BC
+        m = (o_g < group)[:, None] & (o_d < D)[None, :]
+        p_q = q + o_g[:, None] * stride_qh + o_d[None, :] * stride_qd
+        b = b + (tl.load(p_q, mask=m, other=0.0).to(dtype),)
+    return b
 
 
 @triton.jit
-def _fold(b_to, b_tm, b_tl, b_o, b_m, b_l):
-    """Adds a segment to those before it."""
+def _unit(b_q, b_k, b_v, m_j, scale, N: tl.constexpr, dtype: tl.constexpr):
+    """Sums (a tile of columns each), maximum (base 2) and weight (a tile, all columns alike) of a unit by itself.
+
+    A masked entry has no weight, not even a bit. The scores of each tile of columns are summed on their own: short
+    chains of products. The weight is a product like the sums: none of it depends on how many warps there are.
+    """
+    b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision="ieee")
+    for i_c in tl.static_range(1, N):
+        b_s += tl.dot(b_q[i_c], tl.trans(b_k[i_c]), input_precision="ieee")
+    b_s = tl.where(m_j[None, :], b_s * scale, float("-inf"))
+    b_m = tl.max(b_s, 1)
+    b_p = tl.exp2(b_s - tl.where(b_m == float("-inf"), 0.0, b_m)[:, None]).to(dtype)
+    b_o = ()
+    for i_c in tl.static_range(N):
+        b_o = b_o + (tl.dot(b_p, b_v[i_c], input_precision="ieee"),)
+    ones = tl.full(b_v[0].shape, 1.0, dtype)
+    return b_o, b_m, tl.dot(b_p, ones, input_precision="ieee")
+
+
+@triton.jit
+def _fold(b_tm, b_m):
+    """The maximum of what was folded before and a unit, and the factors of both."""
     b_new = tl.maximum(b_tm, b_m)
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_a = tl.exp2(b_tm - b_base)
-    b_b = tl.exp2(b_m - b_base)
-    b_tl = tl.fma(b_tl, b_a, b_l * b_b)
-    b_to = tl.fma(b_to, tl.broadcast_to(b_a[:, None], b_to.shape), b_o * b_b[:, None])
-    return b_to, b_new, b_tl
+    return b_new, tl.exp2(b_tm - b_base), tl.exp2(b_m - b_base)
 
 
 @triton.jit
-def _finish(out, out_gate, b_o, b_l, v_scale, o_h, o_d, m, stride_oh, stride_od, stride_gh, stride_gd):
-    b_o = b_o * (v_scale / tl.where(b_l > 0.0, b_l, 1.0))[:, None]
-    if out_gate is not None:
-        b_gate = tl.load(out_gate + o_h[:, None] * stride_gh + o_d[None, :] * stride_gd, mask=m, other=0.0)
-        b_o = b_o * tl.sigmoid(b_gate.to(tl.float32))
-    b_o = tl.where((b_l == 0.0)[:, None], 0.0, b_o)
-    tl.store(out + o_h[:, None] * stride_oh + o_d[None, :] * stride_od, b_o.to(out.dtype.element_ty), mask=m)
+def _add(b_to, b_o, b_a, b_b):
+    return tl.fma(b_to, tl.broadcast_to(b_a, b_to.shape), b_o * b_b)
 
 
-def _kernel(
-    q, k_cache, v_cache, table, row_request, positions, block_ids, out_gate, out, partial, slots,
-    k, ratio, capacity, pages, requests, segments, group, scale, v_scale,
+@triton.jit
+def _finish(p_out, p_gate, b_o, b_l, v_scale, m):
+    """Stores sums over weights; where there is no gate its pointers are None."""
+    b_o = b_o * (v_scale / tl.where(b_l > 0.0, b_l, 1.0))
+    if p_gate is not None:
+        b_o = b_o * tl.sigmoid(tl.load(p_gate, mask=m, other=0.0).to(tl.float32))
+    tl.store(p_out, tl.where(b_l == 0.0, 0.0, b_o).to(p_out.dtype.element_ty), mask=m)
+
+
+def _whole_kernel(
+    q, k_cache, v_cache, row_request, positions, slots, out_gate, out, partial,
+    first, units, ratio, capacity, requests, width, group, scale, v_scale,
     stride_qr: tl.int64, stride_qh, stride_qd, stride_kp: tl.int64, stride_kt, stride_kh: tl.int64, stride_kd,
-    stride_vp: tl.int64, stride_vt, stride_vh: tl.int64, stride_vd, stride_tr: tl.int64, stride_tp: tl.int64,
-    stride_rr: tl.int64, stride_p: tl.int64, stride_ir: tl.int64, stride_ik, stride_gr: tl.int64, stride_gh, stride_gd,
-    stride_or: tl.int64, stride_oh, stride_od,
-    D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SEG: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    stride_vp: tl.int64, stride_vt, stride_vh: tl.int64, stride_vd, stride_rr: tl.int64, stride_p: tl.int64,
+    stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64, stride_oh, stride_od,
+    taken, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+    FLAT: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    i_r = tl.program_id(0).to(tl.int64)
+    """A program `units` units of a row and KV head: all of them, or (partial given) a part. `first`: row of slots 0."""
+    i_s = tl.program_id(0).to(tl.int64)
+    i_r = first + i_s
+    if taken is not None and tl.load(taken + i_r // ROWS) > 0:
+        return
     i_h = tl.program_id(1)
     o_g = tl.arange(0, BG)
-    o_d = tl.arange(0, BD)
-    o_h = i_h * group + o_g
-    m_q = (o_g < group)[:, None] & (o_d < D)[None, :]
-    i_request, position, end = _row(row_request, positions, i_r, k, ratio, capacity, requests, stride_rr, stride_p)
-    visible = (position + 1) // ratio
-    lo = 0
-    if SPLIT:
-        lo = tl.program_id(2) * SEG
-        end = tl.minimum(end, lo + SEG)
-    p_q = q + i_r * stride_qr + o_h[:, None] * stride_qh + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_q & (position >= 0), other=0.0).to(DTYPE)
-    p_ids = block_ids + i_r * stride_ir
-    p_table = table + i_request * stride_tr
+    o_n = tl.arange(0, BN)
+    o_c = tl.arange(0, BC)
+    NC: tl.constexpr = BD // BC
+    _, position = _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
+    b_q = _query(q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE)
     p_k = k_cache + i_h * stride_kh
     p_v = v_cache + i_h * stride_vh
-    b_to = tl.zeros([BG, BD], tl.float32)
+    lo = 0
+    if partial is not None:
+        lo = tl.program_id(2) * units * BN
+        i_p = (i_r * tl.num_programs(1) + i_h) * (width // BN)
+    hi = tl.minimum(lo + units * BN, width)
+    if partial is None:
+        hi = tl.where(position >= 0, hi, 0)
+    p_slots = slots + i_s * width + o_n
+    b_to = ()
+    for _ in tl.static_range(NC):
+        b_to = b_to + (tl.zeros([BG, BC], tl.float32),)
     b_tm = tl.full([BG], float("-inf"), tl.float32)
-    b_tl = tl.zeros([BG], tl.float32)
-    b_o = tl.zeros([BG, BD], tl.float32)
-    b_m = tl.full([BG], float("-inf"), tl.float32)
-    b_l = tl.zeros([BG], tl.float32)
-    for i_j in tl.range(lo, end, BN, num_stages=STAGES):
-        if slots is not None:
-            b_page = 0
-            b_row = tl.load(slots + i_r * (segments * SEG) + i_j + tl.arange(0, BN))
-            m_j = b_row >= 0
+    b_tl = tl.zeros([BG, BC], tl.float32)
+    b_slot = tl.load(p_slots + lo, mask=o_n + lo < hi, other=-1)
+    for i_j in tl.range(lo, hi, BN, num_stages=STAGES):
+        m_j = b_slot >= 0
+        b_page, b_row = 0, b_slot
+        if not FLAT:
+            b_page, b_row = (b_slot // PAGE).to(tl.int64), b_slot % PAGE
+        b_k = _rows(p_k, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
+        b_v = _rows(p_v, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
+        # A unit ahead and held by the lanes: keys and values of the next unit can be asked for at once.
+        b_slot = tl.load(p_slots + i_j + BN, mask=o_n + i_j + BN < hi, other=-1)
+        b_o, b_m, b_l = _unit(b_q, b_k, b_v, m_j, scale, NC, DTYPE)
+        if partial is not None:
+            _put(partial + (i_p + i_j // BN) * (group * BD + 2 * BG), b_o, b_m, b_l, o_g, group, BD, BC, BG)
         else:
-            b_page, b_row, m_j = _slots(p_ids, p_table, i_j + tl.arange(0, BN), end, position, visible, k, ratio,
-                                        capacity, pages, stride_ik, stride_tp, PAGE)  # fmt: skip
-        b_k = _rows(p_k, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, DTYPE)
-        b_v = _rows(p_v, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, DTYPE)
-        if not SPLIT:  # noqa: SIM102  (decided when it is compiled)
-            if i_j % SEG == 0:
-                b_to, b_tm, b_tl = _fold(b_to, b_tm, b_tl, b_o, b_m, b_l)
-                b_o = tl.zeros([BG, BD], tl.float32)
-                b_m = tl.full([BG], float("-inf"), tl.float32)
-                b_l = tl.zeros([BG], tl.float32)
-        b_o, b_m, b_l = _step(b_q, b_k, b_v, m_j, b_o, b_m, b_l, scale)
-    if SPLIT:
-        partial += ((i_r * tl.num_programs(1) + i_h) * segments + tl.program_id(2)) * (BG * (BD + 2))
-        tl.store(partial + o_g[:, None] * BD + o_d[None, :], b_o)
-        tl.store(partial + BG * BD + o_g, b_m)
-        tl.store(partial + BG * (BD + 1) + o_g, b_l)
-    else:
-        b_to, b_tm, b_tl = _fold(b_to, b_tm, b_tl, b_o, b_m, b_l)
-        out += i_r * stride_or
-        if out_gate is not None:
-            out_gate += i_r * stride_gr
-        _finish(out, out_gate, b_to, b_tl, v_scale, o_h, o_d, m_q, stride_oh, stride_od, stride_gh, stride_gd)
+            b_tm, b_a, b_b = _fold(b_tm, b_m)
+            b_tl = _add(b_tl, b_l, b_a[:, None], b_b[:, None])
+            b_sum = ()
+            for i_c in tl.static_range(NC):
+                b_sum = b_sum + (_add(b_to[i_c], b_o[i_c], b_a[:, None], b_b[:, None]),)
+            b_to = b_sum
+    if partial is None:
+        o_h = i_h * group + o_g
+        for i_c in tl.static_range(NC):
+            o_d = o_c + i_c * BC
+            p_gate = None
+            if out_gate is not None:
+                p_gate = out_gate + i_r * stride_gr + o_h[:, None] * stride_gh + o_d[None, :] * stride_gd
+            p_out = out + i_r * stride_or + o_h[:, None] * stride_oh + o_d[None, :] * stride_od
+            _finish(p_out, p_gate, b_to[i_c], b_tl, v_scale, (o_g < group)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _put(p, b_o, b_m, b_l, o_g, group, BD: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr):
+    """Stores what is known of a unit."""
+    o_c = tl.arange(0, BC)
+    for i_c in tl.static_range(BD // BC):
+        tl.store(p + o_g[:, None] * BD + (o_c + i_c * BC)[None, :], b_o[i_c], mask=(o_g < group)[:, None])
+    tl.store(p + group * BD + o_g, b_m)
+    o_l = tl.broadcast_to(o_g[:, None], b_l.shape)
+    tl.store(p + group * BD + BG + o_l, b_l, mask=tl.broadcast_to((o_c == 0)[None, :], b_l.shape))
+
+
+def _unit_kernel(
+    q, k_cache, v_cache, table, row_request, positions, block_ids, partial,
+    k, ratio, capacity, pages, requests, group, scale,
+    stride_qr: tl.int64, stride_qh, stride_qd, stride_kp: tl.int64, stride_kt, stride_kh: tl.int64, stride_kd,
+    stride_vp: tl.int64, stride_vt, stride_vh: tl.int64, stride_vd, stride_tr: tl.int64, stride_tp: tl.int64,
+    stride_rr: tl.int64, stride_p: tl.int64, stride_ir: tl.int64, stride_ik,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+    DTYPE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program a unit, KV head and row."""
+    if EARLY:
+        gdc_launch_dependents()
+    i_u = tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_r = tl.program_id(2).to(tl.int64)
+    o_g = tl.arange(0, BG)
+    o_j = i_u * BN + tl.arange(0, BN)
+    # All that needs nothing else is asked for first.
+    b_id = tl.load(block_ids + i_r * stride_ir + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
+    b_q = _query(q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE)
+    i_request, position = _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
+    b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
+                                stride_tp, PAGE)  # fmt: skip
+    b_k = _rows(k_cache + i_h * stride_kh, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
+    b_v = _rows(v_cache + i_h * stride_vh, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
+    b_o, b_m, b_l = _unit(b_q, b_k, b_v, m_j, scale, BD // BC, DTYPE)
+    i_p = (i_r * tl.num_programs(1) + i_h) * tl.num_programs(0) + i_u
+    _put(partial + i_p * (group * BD + 2 * BG), b_o, b_m, b_l, o_g, group, BD, BC, BG)
 
 
 def _fold_kernel(
-    partial, out_gate, out, segments, group, v_scale, stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64,
-    stride_oh, stride_od, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, BF: tl.constexpr,
+    partial, out_gate, out, units, group, v_scale, stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64,
+    stride_oh, stride_od, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program a row, KV head and BF of its columns."""
-    i_r = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1)
-    o_g = tl.arange(0, BG)
-    o_d = tl.program_id(2) * BF + tl.arange(0, BF)
-    partial += (i_r * tl.num_programs(1) + i_h) * segments * (BG * (BD + 2))
-    b_to = tl.zeros([BG, BF], tl.float32)
-    b_tm = tl.full([BG], float("-inf"), tl.float32)
-    b_tl = tl.zeros([BG], tl.float32)
-    for i_s in range(segments):
-        p_s = partial + i_s * (BG * (BD + 2))
-        b_o = tl.load(p_s + o_g[:, None] * BD + o_d[None, :])
-        b_m = tl.load(p_s + BG * BD + o_g)
-        b_l = tl.load(p_s + BG * (BD + 1) + o_g)
-        b_to, b_tm, b_tl = _fold(b_to, b_tm, b_tl, b_o, b_m, b_l)
-    m = (o_g < group)[:, None] & (o_d < D)[None, :]
-    out += i_r * stride_or
+    """A program a query head and row; AHEAD units are loaded together. EARLY: it may start before they are written."""
+    if EARLY:
+        gdc_wait()
+    i_q = tl.program_id(0)
+    i_r = tl.program_id(1).to(tl.int64)
+    i_g = i_q % group
+    o_d = tl.arange(0, BD)
+    m_o = o_d < D
+    size = group * BD + 2 * BG
+    partial += (i_r * (tl.num_programs(0) // group) + i_q // group) * units * size
+    b_to = tl.zeros([BD], tl.float32)
+    b_tm = tl.full([], float("-inf"), tl.float32)
+    b_tl = tl.full([], 0.0, tl.float32)
+    for i_u in range(0, units, AHEAD):
+        b_o, b_m, b_l = (), (), ()
+        for i_a in tl.static_range(AHEAD):
+            there = i_u + i_a < units
+            p_u = partial + (i_u + i_a) * size
+            b_o = b_o + (tl.load(p_u + i_g * BD + o_d, mask=m_o & there, other=0.0),)
+            b_m = b_m + (tl.load(p_u + group * BD + i_g, mask=there, other=float("-inf")),)
+            b_l = b_l + (tl.load(p_u + group * BD + BG + i_g, mask=there, other=0.0),)
+        for i_a in tl.static_range(AHEAD):
+            b_tm, b_a, b_b = _fold(b_tm, b_m[i_a])
+            b_tl = _add(b_tl, b_l[i_a], b_a, b_b)
+            b_to = _add(b_to, b_o[i_a], b_a, b_b)
+    p_gate = None
     if out_gate is not None:
-        out_gate += i_r * stride_gr
-    _finish(out, out_gate, b_to, b_tl, v_scale, i_h * group + o_g, o_d, m, stride_oh, stride_od, stride_gh, stride_gd)
+        p_gate = out_gate + i_r * stride_gr + i_q * stride_gh + o_d * stride_gd
+    _finish(out + i_r * stride_or + i_q * stride_oh + o_d * stride_od, p_gate, b_to, b_tl, v_scale, m_o)
 
 
 # Counts and the strides that follow them change from step to step: none of their values may be compiled in.
-STEPS = ["k", "capacity", "pages", "requests", "segments", "stride_tr", "stride_tp", "stride_rr", "stride_p",
-         "stride_ir"]  # fmt: skip
+STEPS = ["k", "capacity", "pages", "requests", "stride_tr", "stride_tp", "stride_rr", "stride_p", "stride_ir"]
 INDICES = ["table", "row_request", "positions", "block_ids"]
-kernel = triton.jit(_kernel, do_not_specialize=STEPS, do_not_specialize_on_alignment=INDICES)
+WHOLE = ["first", "units", "width", "capacity", "requests", "stride_rr", "stride_p"]
 slots_kernel = triton.jit(
-    _slots_kernel, do_not_specialize=[*(n for n in STEPS if n != "segments"), "width"],
-    do_not_specialize_on_alignment=INDICES,
-)  # fmt: skip
-fold_kernel = triton.jit(_fold_kernel, do_not_specialize=["segments"])
+    _slots_kernel, do_not_specialize=[*STEPS, "first", "width"], do_not_specialize_on_alignment=INDICES
+)
+whole_kernel = triton.jit(
+    _whole_kernel, do_not_specialize=WHOLE, do_not_specialize_on_alignment=["row_request", "positions"]
+)
+unit_kernel = triton.jit(_unit_kernel, do_not_specialize=STEPS, do_not_specialize_on_alignment=INDICES)
+fold_kernel = triton.jit(_fold_kernel, do_not_specialize=["units"])
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def multiplied(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
     """The dtype of the products: an 8-bit cache is exact in any other; two different ones meet in float32."""
     return q if cache in (q, torch.float8_e4m3fn) else torch.float32
-
-
-def partial_floats(shape: Shape, k: int, ratio: int) -> int:
-    """float32 numbers of workspace the split form needs."""
-    width = max(16, triton.next_power_of_2(shape.dim))
-    segments = triton.cdiv(k * ratio + ratio - 1, SEGMENT)
-    return shape.rows * shape.kv_heads * segments * max(16, triton.next_power_of_2(shape.group)) * (width + 2)
 
 
 def attend(
@@ -292,45 +367,94 @@ def attend(
     k_scale: float | None = None,
     v_scale: float | None = None,
     config: Config | None = None,
+    taken: tuple[torch.Tensor, int] | None = None,
 ) -> None:
-    """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`."""
-    R, heads, D = q.shape
-    pages, page_tokens, kv_heads, _ = k_cache.shape
-    (requests, columns), k = page_table.shape, block_ids.shape[1]
-    segments = triton.cdiv(k * ratio + ratio - 1, SEGMENT)
+    """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`.
+
+    taken: counts `[tiles]` int32 and rows of a tile; rows of tiles that count more than 0 are left as they are.
+    """
+    (R, heads, D), kv_heads = q.shape, k_cache.shape[2]
     if R == 0:
         return
-    if pages * page_tokens * columns * requests * segments == 0:
+    if k_cache.numel() == 0 or page_table.numel() == 0 or block_ids.shape[1] + ratio == 1:
         out.zero_()
         return
-    dtype = multiplied(q.dtype, k_cache.dtype)
-    flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache)) and pages * page_tokens < 2**31
-    shape = Shape(R, kv_heads, heads // kv_heads, D, dtype.itemsize, flat)
-    config = config or choose(shape, arch(q.device))
-    width, tall = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(shape.group))
-    partial = slots = None
-    if config.split:
-        partial = torch.empty(partial_floats(shape, k, ratio), dtype=torch.float32, device=q.device)
-    if config.listed:
-        slots = torch.empty(R * segments * SEGMENT, dtype=torch.int32, device=q.device)
-    index_strides = (*page_table.stride(), row_request.stride(0), positions.stride(0), *block_ids.stride())
-    gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
+    shape = Shape(R, kv_heads, heads // kv_heads, D, multiplied(q.dtype, k_cache.dtype).itemsize)
+    config = config or choose(shape, arch(q.device), whole=taken is not None)
+    scales = scale * LOG2E * (1.0 if k_scale is None else k_scale), 1.0 if v_scale is None else float(v_scale)
+    index = page_table, row_request, positions, block_ids
     with current(q.device):
-        if slots is not None:
-            slots_kernel[(R, triton.cdiv(segments * SEGMENT, 1024))](
-                page_table, row_request, positions, block_ids, slots, k, ratio, columns * page_tokens, pages, requests,
-                segments * SEGMENT, *index_strides, PAGE=page_tokens, BN=1024, num_warps=4,
-            )  # fmt: skip
-        kernel[(R, kv_heads, segments if config.split else 1)](
-            q, k_cache, v_cache, page_table, row_request, positions, block_ids, out_gate, out, partial, slots,
-            k, ratio, columns * page_tokens, pages, requests, segments, shape.group,
-            scale * LOG2E * (1.0 if k_scale is None else k_scale), 1.0 if v_scale is None else float(v_scale),
-            *q.stride(), *k_cache.stride(), *v_cache.stride(), *index_strides, *gate_strides, *out.stride(),
-            D=D, BD=width, BG=tall, BN=config.tokens, PAGE=page_tokens, SEG=SEGMENT, SPLIT=config.split,
-            STAGES=config.num_stages, DTYPE=DTYPES[dtype], **config.options,
+        if config.units == 1:
+            _units((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config)
+        else:
+            _rows_in_parts((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config, taken or (None, 1))
+
+
+def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
+    tall = max(16, triton.next_power_of_2(q.shape[1] // kv_heads))
+    width = max(16, triton.next_power_of_2(q.shape[2]))
+    return {"D": q.shape[2], "BD": width, "BG": tall, "BC": min(width, config.columns), "BN": config.tokens}
+
+
+def _partial(q: torch.Tensor, kv_heads: int, units: int, widths: dict[str, int]) -> torch.Tensor:
+    floats = q.shape[0] * kv_heads * units * (q.shape[1] // kv_heads * widths["BD"] + 2 * widths["BG"])
+    return torch.empty(floats, dtype=torch.float32, device=q.device)
+
+
+def _rows_in_parts(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken) -> None:
+    """The slots of rows, then a program a row and KV head, or a part of their units; as many rows as have room."""
+    (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
+    R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
+    (requests, columns), k, group = page_table.shape, block_ids.shape[1], q.shape[1] // kv_heads
+    units = triton.cdiv(k * ratio + ratio - 1, config.tokens)
+    width = units * config.tokens
+    rows = max(1, min(R, SLOTS_BYTES // (4 * width)))
+    slots = torch.empty(rows * width, dtype=torch.int32, device=q.device)
+    widths = _widths(q, kv_heads, config)
+    partial = _partial(q, kv_heads, units, widths) if config.units else None
+    counts, tile = taken
+    row_strides = row_request.stride(0), positions.stride(0)
+    gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
+    flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache))
+    for first in range(0, R, rows):
+        part = min(rows, R - first)
+        slots_kernel[(part, triton.cdiv(width, 1024))](
+            *index, slots, first, k, ratio, columns * page_tokens, pages, requests, width, *page_table.stride(),
+            *row_strides, *block_ids.stride(), counts, PAGE=page_tokens, BN=1024, ROWS=tile, num_warps=4,
         )  # fmt: skip
-        if config.split:
-            fold_kernel[(R, kv_heads, width // min(width, 64))](
-                partial, out_gate, out, segments, shape.group, 1.0 if v_scale is None else float(v_scale),
-                *gate_strides, *out.stride(), D=D, BD=width, BG=tall, BF=min(width, 64), num_warps=4,
-            )  # fmt: skip
+        whole_kernel[(part, kv_heads, triton.cdiv(units, config.units) if config.units else 1)](
+            *heavy, row_request, positions, slots, out_gate, out, partial, first, config.units or units, ratio,
+            columns * page_tokens, requests, width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(),
+            *row_strides, *gate_strides, *out.stride(), counts, **widths, PAGE=page_tokens, FLAT=flat,
+            STAGES=config.num_stages, DTYPE=DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile, **config.options,
+        )  # fmt: skip
+    if partial is not None:
+        _folded(partial, units, out_gate, out, scales[1], group, widths, False)
+
+
+def _units(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> None:
+    """A program a unit, KV head and row."""
+    (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
+    R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
+    (requests, columns), k = page_table.shape, block_ids.shape[1]
+    units, group = triton.cdiv(k * ratio + ratio - 1, config.tokens), q.shape[1] // kv_heads
+    widths = _widths(q, kv_heads, config)
+    partial = _partial(q, kv_heads, units, widths)
+    unit_kernel[(units, kv_heads, R)](
+        *heavy, *index, partial, k, ratio, columns * page_tokens, pages, requests, group, scales[0],
+        *q.stride(), *k_cache.stride(), *v_cache.stride(), *page_table.stride(), row_request.stride(0),
+        positions.stride(0), *block_ids.stride(), **widths, PAGE=page_tokens,
+        DTYPE=DTYPES[multiplied(q.dtype, k_cache.dtype)], EARLY=config.early, **config.options,
+    )  # fmt: skip
+    _folded(partial, units, out_gate, out, scales[1], group, widths, config.early)
+
+
+def _folded(partial, units: int, out_gate, out, v_scale: float, group: int, widths: dict[str, int], early: bool) -> None:
+    """`out` from what is known of the units."""
+    gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
+    sizes = {name: widths[name] for name in ("D", "BD", "BG")}
+    fold_kernel[(out.shape[1], out.shape[0])](
+        partial, out_gate, out, units, group, v_scale, *gate_strides, *out.stride(), **sizes,
+        AHEAD=triton.cdiv(units, triton.cdiv(units, FOLD_AHEAD)), EARLY=early, num_warps=FOLD_WARPS,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip

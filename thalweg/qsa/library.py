@@ -136,6 +136,25 @@ def _attend(**call) -> None:
     attention.attend(**call)
 
 
+def _shared_why_not(call) -> str | None:
+    group, k, capacity = call["q"].shape[1] // call["k_cache"].shape[2], call["block_ids"].shape[1], _tokens(call)
+    if not 0 < call["ratio"] <= 16 or capacity // call["ratio"] >= 2**26:
+        return f"takes blocks of up to 16 tokens, less than {2**26} of them, got {capacity} tokens"
+    if k >= MOST_K or group > 128:
+        return f"takes less than {MOST_K} blocks and up to 128 query heads a KV head, got {k} and {group}"
+    return _attend_why_not(call)
+
+
+def _tokens(call) -> int:
+    return call["page_table"].shape[1] * call["k_cache"].shape[1]
+
+
+def _shared(**call) -> None:
+    from thalweg.qsa import shared
+
+    shared.attend(**call)
+
+
 def _impls(reference, why_not, run, note: str) -> tuple[Impl, ...]:
     """Fastest first, the portable last resort last."""
     return Impl("triton", note, why_not, run), *_reference(reference)
@@ -162,8 +181,13 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
     "qsa_select": _impls(
         reference_ops.select, _select_why_not, _select, "score and topk, as many rows at a time as fit the workspace"
     ),
-    "qsa_attend": _impls(
-        reference_ops.attend, _attend_why_not, _attend, "gathers row by row; few rows split over programs, same bits"
+    "qsa_attend": (
+        Impl("triton", "gathers row by row; few rows split over programs, same bits", _attend_why_not, _attend),
+        Impl(
+            "triton-shared", "neighbouring rows fetch the union of their blocks once", _shared_why_not, _shared,
+            only_named="a row's last bits depend on its neighbours",
+        ),
+        *_reference(reference_ops.attend),
     ),
 }
 
