@@ -15,7 +15,7 @@ def builds(target):
 
         q = empty(R, heads, D, dtype=torch.bfloat16)
         k, v = empty(9, 64, kv_heads, 2, D, dtype=torch.bfloat16).unbind(3)
-        config = union.choose(heads // kv_heads, D, 2, target.removesuffix("a"))
+        config = union.choose(heads // kv_heads, D, 2, hopper=False)
         made = union.lists((empty(1, 2048), empty(R), empty(R), empty(R, 512)), k, heads // kv_heads, 4, config)
         union.attend((q, k, v), made, q if gated else None, q, 4, (0.1, 1.0), torch.bfloat16, config)
 

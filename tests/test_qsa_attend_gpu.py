@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PER_ROW = ("q", "row_request", "positions", "block_ids", "out_gate")
-FORMS = ("triton", "triton-shared")
+FORMS = ("triton", "shared")
 
 
 def rows_of(contexts=(16384,), rows=300, shared_part=0.0, page=64, **shape):
@@ -61,7 +61,8 @@ def test_b22_b30_pages_and_kinds_of_cache(cache, page, impl):
         call |= {"k_scale": 0.5, "v_scale": 0.03}
     if cache == torch.float32:
         call["q"] = call["q"].float()
-    call = poisoned(call | {name: call[name].to(cache) for name in ("k_cache", "v_cache")})
+    call = poisoned(call)
+    call |= {name: call[name].to(cache) for name in ("k_cache", "v_cache")}
     worst = 1e-5 if cache == torch.float32 else 4e-3
     want = qsa_attend(**call, impl="reference")
     near(qsa_attend(**call, impl=impl), want, worst)
@@ -86,10 +87,10 @@ def test_bits_of_a_row_are_the_same_alone_in_a_batch_and_every_time():
 def test_shared_tiles_are_deterministic_and_leave_what_is_not_worth_it():
     call = rows_of((40000, 70000), 1003, 0.9)
     call["block_ids"][:500] = rows_of((40000,), 500)["block_ids"]  # independent picks: left to the other kernel
-    want, first = qsa_attend(**call, impl="reference"), qsa_attend(**call, impl="triton-shared")
+    want, first = qsa_attend(**call, impl="reference"), qsa_attend(**call, impl="shared")
     near(first, want)
     for _ in range(20):
-        assert torch.equal(qsa_attend(**call, impl="triton-shared"), first)
+        assert torch.equal(qsa_attend(**call, impl="shared"), first)
     alone = qsa_attend(**call, impl="triton")
     same = (alone == first).flatten(1).all(1)
     assert same[:490].all() and not same[510:].all()

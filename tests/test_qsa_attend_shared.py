@@ -112,15 +112,15 @@ def test_it_is_taken_by_name_only():
     call = {"q": q, "k_cache": cache.pool[:, :, :, 0], "v_cache": cache.pool[:, :, :, 1], "page_table": cache.table}
     call = captured("qsa_attend", call | {"row_request": owner, "positions": positions, "block_ids": ids})
     lines = {v.name: v for v in dispatch.explain("qsa_attend", IMPLS["qsa_attend"], call)}
-    assert not lines["triton-shared"].chosen
-    impl = {one.name: one for one in IMPLS["qsa_attend"]}["triton-shared"]
+    assert not lines["shared"].chosen
+    impl = {one.name: one for one in IMPLS["qsa_attend"]}["shared"]
     assert "neighbours" in impl.only_named
 
 
 def test_b27_lists_stay_under_their_cap_at_every_context():
     for tokens in (8192, 262144, 1 << 22):
         for k in (512, 2048):
-            config = union.choose(12, 256, 2, "sm_90")
+            config = union.choose(12, 256, 2, hopper=True)
             planned = union.sizes(65600, 12, k, 4, tokens, config)
             tile = 1 + planned.rows * planned.words + 2 * planned.width + planned.size * 3 // 2
             assert planned.tiles >= 1 and 4 * planned.tiles * tile <= union.BYTES

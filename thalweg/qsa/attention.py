@@ -110,13 +110,14 @@ def _slots_kernel(
     if taken is not None and tl.load(taken + (first + i_r) // ROWS) > 0:
         return
     i_request, position = _row(row_request, positions, first + i_r, ratio, capacity, requests, stride_rr, stride_p)
-    o_j = tl.program_id(1) * BN + tl.arange(0, BN)
     p_ids = block_ids + (first + i_r) * stride_ir
-    b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
-    b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
-                                stride_tp, PAGE)  # fmt: skip
-    b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)
-    tl.store(slots + i_r * width + o_j, b_slot, mask=o_j < width)
+    for i_j in range(0, width, BN):
+        o_j = i_j + tl.arange(0, BN)
+        b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
+        b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
+                                    stride_tp, PAGE)  # fmt: skip
+        b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)
+        tl.store(slots + i_r * width + o_j, b_slot, mask=o_j < width)
 
 
 @triton.jit
@@ -418,7 +419,7 @@ def _rows_in_parts(heavy, index, out_gate, out, ratio: int, scales, config: Conf
     flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache))
     for first in range(0, R, rows):
         part = min(rows, R - first)
-        slots_kernel[(part, triton.cdiv(width, 1024))](
+        slots_kernel[(part,)](
             *index, slots, first, k, ratio, columns * page_tokens, pages, requests, width, *page_table.stride(),
             *row_strides, *block_ids.stride(), counts, PAGE=page_tokens, BN=1024, ROWS=tile, num_warps=4,
         )  # fmt: skip

@@ -184,7 +184,7 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
     "qsa_attend": (
         Impl("triton", "gathers row by row; few rows split over programs, same bits", _attend_why_not, _attend),
         Impl(
-            "triton-shared", "neighbouring rows fetch the union of their blocks once", _shared_why_not, _shared,
+            "shared", "neighbouring rows fetch the union of their blocks once", _shared_why_not, _shared,
             only_named="a row's last bits depend on its neighbours",
         ),
         *_reference(reference_ops.attend),

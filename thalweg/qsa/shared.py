@@ -37,7 +37,7 @@ def attend(
                          out_gate, *scales)  # fmt: skip
         return
     dtype, group = attention.multiplied(q.dtype, k_cache.dtype), heads // kv_heads
-    config = config or union.choose(group, D, dtype.itemsize, arch(q.device))
+    config = config or union.choose(group, D, dtype.itemsize, _hopper(q, k_cache, v_cache))
     base = scale * attention.LOG2E * (1.0 if k_scale is None else k_scale), 1.0 if v_scale is None else float(v_scale)
     planned = union.sizes(R, group, k, ratio, page_table.shape[1] * k_cache.shape[1], config)
     step = planned.tiles * planned.rows
@@ -47,6 +47,20 @@ def attend(
             heavy, gate = (q[at], k_cache, v_cache), None if out_gate is None else out_gate[at]
             index = page_table, row_request[at], positions[at], block_ids[at]
             made = union.lists(index, k_cache, group, ratio, config)
-            union.attend(heavy, made, gate, out[at], ratio, base, dtype, config)
+            if config.num_stages:
+                union.attend(heavy, made, gate, out[at], ratio, base, dtype, config)
+            else:
+                from thalweg.qsa import union_gluon
+
+                union_gluon.attend(heavy, made, gate, out[at], ratio, base)
             attention.attend(*heavy, *index, out[at], ratio, scale, gate, *scales, taken=(made.counts, made.rows))
             del made  # before the next part's
+
+
+def _hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the kernel in Gluon takes them."""
+    if arch(q.device) != "sm_90":
+        return False
+    from thalweg.qsa import union_gluon
+
+    return union_gluon.why_not(q, k_cache, v_cache) is None

@@ -34,16 +34,18 @@ class Config:
     tokens: int  # of a step
     columns: int  # of keys and values that are copied, and are products, of their own
     num_warps: int
-    num_stages: int
+    num_stages: int  # 0: the kernel in Gluon
     limit: float  # of the blocks that the rows of a tile fetch alone: a union of more is not shared
     reason: str = field(compare=False)
 
 
-def choose(group: int, dim: int, itemsize: int, device: str) -> Config:
-    """The configuration for a number of query heads a KV head and their width on a device."""
+def choose(group: int, dim: int, itemsize: int, hopper: bool) -> Config:
+    """The configuration for a number of query heads a KV head, their width, and whether the kernel in Gluon takes them."""
     width = max(16, triton.next_power_of_2(dim))
-    tokens = 64 if 2 * 64 * width * itemsize <= 1 << 16 else 32
-    return Config(64, min(tokens, 32), 128, 4, 2, 0.55, "5 rows of 12 heads: 60 of 64; two programs a multiprocessor")
+    if hopper:
+        return Config(64, 64, width, 4, 0, 0.65, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
+    tokens = 32 if 2 * 32 * width * itemsize <= 1 << 15 else 16
+    return Config(64, tokens, min(width, 64), 4, 2, 0.55, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
 
 
 def rows_of(config: Config, group: int) -> int:
@@ -105,57 +107,61 @@ def _union_kernel(
     blocks += i_t * width * 2
     count = 0
     for i_w in range(0, words, BW):
-        m_w = i_w + o_w < words
         b_any = tl.zeros([BW], tl.int32)
+        b_marks = ()
         for i_b in tl.static_range(ROWS):
-            b_any |= tl.load(marks + i_b * words + i_w + o_w, mask=m_w & (i_t * ROWS + i_b < R), other=0)
+            m_w = (i_w + o_w < words) & (i_t * ROWS + i_b < R)
+            b_mark = tl.load(marks + i_b * words + i_w + o_w, mask=m_w, other=0)
+            b_marks = b_marks + (b_mark,)
+            b_any |= b_mark
         b_many = _count(b_any)
         b_place = count + tl.cumsum(b_many, 0) - b_many
         count += tl.sum(b_many, 0)
-        while tl.max(b_many, 0) > 0:
+        for _i in range(tl.max(b_many, 0)):  # the lowest bit that each word still has
             b_low = b_any & -b_any
             b_bit = _count(b_low - 1)
             b_rows = tl.zeros([BW], tl.int32)
-            m = (b_many > 0) & (b_place < limit)
             for i_b in tl.static_range(ROWS):
-                b_mark = tl.load(marks + i_b * words + i_w + o_w, mask=m & (i_t * ROWS + i_b < R), other=0)
-                b_rows |= ((b_mark >> b_bit) & 1) << i_b
+                b_rows |= ((b_marks[i_b] >> b_bit) & 1) << i_b
+            m = (b_any != 0) & (b_place < limit)
             tl.store(blocks + 2 * b_place, (i_w + o_w) * 32 + b_bit, mask=m)
             tl.store(blocks + 2 * b_place + 1, b_rows, mask=m)
             b_any = b_any & ~b_low
             b_place += 1
-            b_many -= 1
     tl.store(counts + i_t, tl.where(alone & (count <= limit), count, 0))
 
 
 def _expand_kernel(
     table, row_request, positions, counts, blocks, slots, masks, R, ratio, capacity, pages, requests, width, size,
     stride_tr: tl.int64, stride_tp: tl.int64, stride_rr: tl.int64, stride_p: tl.int64,
-    ROWS: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile and STEPS x 32 tokens: their slots, and for each row a bit a token (what a product's lane needs).
+    """A program a tile and BN tokens: their slots, and for each row a bit a token (what a product's lane looks at).
 
     The last tokens of an open block may be one row's past and another's future.
     """
     i_t = tl.program_id(0).to(tl.int64)
     n = tl.load(counts + i_t) * ratio
+    if tl.program_id(1) * BN >= n:
+        return
     b_request, b_position = _tile(row_request, positions, i_t, R, ratio, capacity, requests, stride_rr, stride_p, ROWS)
     p_table = table + tl.maximum(tl.max(b_request, 0), 0).to(tl.int64) * stride_tr
-    o_n = tl.arange(0, 32)
     o_r = tl.arange(0, 16)
-    first = tl.program_id(1) * STEPS
-    for i_s in range(first, tl.minimum(first + STEPS, tl.cdiv(n, 32))):
-        o_j = i_s * 32 + o_n
-        p_block = blocks + (i_t * width + o_j // ratio) * 2
-        b_token = tl.load(p_block, mask=o_j < n, other=0) * ratio + o_j % ratio
-        b_rows = tl.load(p_block + 1, mask=o_j < n, other=0)
-        m = (((b_rows[None, :] >> o_r[:, None]) & 1) != 0) & (b_token[None, :] <= b_position[:, None])
-        m_t = (tl.max(m.to(tl.int32), 0) > 0) & (b_token < capacity)
-        b_page = tl.load(p_table + (b_token // PAGE).to(tl.int64) * stride_tp, mask=m_t, other=-1).to(tl.int64)
-        m_t = m_t & (b_page >= 0) & (b_page < pages)
-        tl.store(slots + i_t * size + o_j, tl.where(m_t, b_page.to(tl.int32) * PAGE + b_token % PAGE, -1))
-        b_mask = tl.sum((m & m_t[None, :]).to(tl.int32) << o_n[None, :], 1)
-        tl.store(masks + (i_t * (size // 32) + i_s) * 16 + o_r, b_mask)
+    o_j = tl.program_id(1) * BN + tl.arange(0, BN)
+    p_block = blocks + (i_t * width + o_j // ratio) * 2
+    b_token = tl.load(p_block, mask=o_j < n, other=0) * ratio + o_j % ratio
+    b_rows = tl.load(p_block + 1, mask=o_j < n, other=0)
+    m = (((b_rows[None, :] >> o_r[:, None]) & 1) != 0) & (b_token[None, :] <= b_position[:, None])
+    m_t = (tl.max(m.to(tl.int32), 0) > 0) & (b_token < capacity)
+    b_page = tl.load(p_table + (b_token // PAGE).to(tl.int64) * stride_tp, mask=m_t, other=-1).to(tl.int64)
+    m_t = m_t & (b_page >= 0) & (b_page < pages)
+    b_slot = tl.where(m_t, b_page.to(tl.int32) * PAGE + b_token % PAGE, -1)
+    tl.store(slots + i_t * size + o_j, b_slot, mask=o_j < size)
+    b_bits = (m & m_t[None, :]).to(tl.int32) << (o_j % 32)[None, :]
+    b_mask = tl.sum(tl.reshape(b_bits, [16, BN // 32, 32]), 2)
+    o_s = tl.program_id(1) * (BN // 32) + tl.arange(0, BN // 32)
+    p_mask = masks + (i_t * (size // 32) + o_s[None, :]) * 16 + o_r[:, None]
+    tl.store(p_mask, b_mask, mask=(o_s < size // 32)[None, :])
 
 
 @triton.jit
@@ -292,7 +298,7 @@ class Sizes(NamedTuple):
 
 def sizes(R: int, group: int, k: int, ratio: int, capacity: int, config: Config) -> Sizes:
     rows = rows_of(config, group)
-    words = capacity // ratio // 32 + 1
+    words = triton.cdiv(capacity, 32 * ratio)
     width = int(config.limit * rows * (k + 1))
     size = triton.cdiv(width * ratio, 64) * 64
     tile = 4 * (1 + rows * words + 2 * width + size + size // 2)
@@ -316,11 +322,11 @@ def lists(index, k_cache: torch.Tensor, group: int, ratio: int, config: Config) 
     )  # fmt: skip
     union_kernel[(tiles,)](
         row_request, positions, marks, counts, blocks, R, ratio, capacity, requests, words, width, width, *strides,
-        ROWS=rows, BW=512, num_warps=4,
+        ROWS=rows, BW=1024, num_warps=8,
     )  # fmt: skip
-    expand_kernel[(tiles, 16)](
+    expand_kernel[(tiles, triton.cdiv(size, 256))](
         page_table, row_request, positions, counts, blocks, slots, masks, R, ratio, capacity, pages, requests, width,
-        size, *page_table.stride(), *strides, ROWS=rows, PAGE=page_tokens, STEPS=triton.cdiv(size, 512), num_warps=1,
+        size, *page_table.stride(), *strides, ROWS=rows, PAGE=page_tokens, BN=256, num_warps=2,
     )  # fmt: skip
     return Lists(counts, slots, masks, rows)
 
