@@ -1,4 +1,4 @@
-"""qsa_attend, ahead of time: whole rows, and parts with the fold, at the models' shapes."""
+"""qsa_attend, ahead of time: whole rows, and units with the fold, at the models' shapes."""
 
 import sys
 
@@ -11,7 +11,6 @@ WANTED = {
     "prefill-784-gate": (4096, 12, 1, 256, 784, torch.bfloat16, True),
     "prefill-fp8": (4096, 24, 2, 256, 64, torch.float8_e4m3fn, False),
     "decode": (1, 24, 2, 256, 64, torch.bfloat16, False),
-    "decode-16": (16, 24, 2, 256, 64, torch.bfloat16, False),
 }
 
 

@@ -7,23 +7,25 @@ import torch
 
 
 def builds(target):
-    from thalweg.qsa import union
+    from thalweg.qsa import union, union_gluon
 
-    def launch(R, heads, kv_heads, D, gated):
+    def launch(form, cfg):
         def empty(*shape, dtype=torch.int32):
             return torch.empty(*shape, dtype=dtype, device="meta")
 
-        q = empty(R, heads, D, dtype=torch.bfloat16)
-        k, v = empty(9, 64, kv_heads, 2, D, dtype=torch.bfloat16).unbind(3)
-        config = union.choose(heads // kv_heads, D, 2, hopper=False)
-        made = union.lists((empty(1, 2048), empty(R), empty(R), empty(R, 512)), k, heads // kv_heads, 4, config)
-        union.attend((q, k, v), made, q if gated else None, q, 4, (0.1, 1.0), torch.bfloat16, config)
+        q = empty(4096, 24, 256, dtype=torch.bfloat16)
+        k, v = empty(9, 64, 2, 2, 256, dtype=torch.bfloat16).unbind(3)
+        made = union.lists((empty(1, 2048), empty(4096), empty(4096), empty(4096, 512)), k, 12, 4, cfg)
+        form((q, k, v), made, q, q, 4, (0.1, 1.0), *(() if form is union_gluon.attend else (torch.bfloat16, cfg)))
 
-    spilled = 512 if target == "gfx950" else 0  # scalars in lanes of vector registers, counted as memory
-    return {
-        "union": aot.Build(lambda: launch(4096, 24, 2, 256, False), (), 512, spilled),
-        "union gate": aot.Build(lambda: launch(4096, 12, 1, 256, True), (), 512, spilled),
-    }
+    # On gfx950 scalars (strides) go to lanes of vector registers, which the count takes for memory.
+    spilled = 512 if target == "gfx950" else 0
+    plain, hopper = (union.choose(12, 256, 2, hopper=form) for form in (False, True))
+    found = {"union": aot.Build(lambda: launch(union.attend, plain), (), 512, spilled)}
+    if target == "sm_90a":
+        demands = {"union_gluon": ("wgmma", "cp.async.cg.shared.global")}
+        found["union hopper"] = aot.Build(lambda: launch(union_gluon.attend, hopper), demands)
+    return found
 
 
 if __name__ == "__main__":

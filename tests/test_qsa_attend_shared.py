@@ -1,4 +1,4 @@
-"""`qsa_attend` over unions of tiles, interpreted or on a GPU: against float64, whatever is shared and whatever is left."""
+"""`qsa_attend` over unions of tiles, interpreted or on a GPU: against float64, whatever is shared or left."""
 
 import pytest
 import torch
@@ -89,7 +89,9 @@ def test_gate_holes_and_rows_with_nothing_to_attend_to():
     want = torch.zeros(6, 6, 24, dtype=torch.float64)
     for row in (0, 3):
         at = slice(row, row + 1)
-        want[at] = cache.want(q[at], owner[at], positions[at], clean[at], holes=holes) * torch.sigmoid(gate[at].double())
+        want[at] = cache.want(q[at], owner[at], positions[at], clean[at], holes=holes) * torch.sigmoid(
+            gate[at].double()
+        )
     owner[4], positions[2] = -1, -1
     got = check(cache, (q, owner, positions, ids), want, out_gate=gate)
     assert got[[1, 2, 4, 5]].count_nonzero() == 0

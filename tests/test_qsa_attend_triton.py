@@ -15,11 +15,11 @@ LENGTHS, OWNER, POSITIONS = [61, 7, 200], [0, 2, 1, 0], [60, 199, 6, 0]
 WORST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}  # weights and outputs of 16 bits
 
 
-def run(cache, q, owner, positions, ids, units=0, ratio=4, scale=None, tokens=16, **options):
+def run(cache, q, owner, positions, ids, whole=True, ratio=4, scale=None, tokens=16, **options):
     there = [x.to(DEVICE) for x in (q, *cache.pool.unbind(3), cache.table, owner, positions, ids)]
     options = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in options.items()}
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
-    config = attention.Config(units, tokens, 64, 4, 3, False, "")
+    config = attention.Config(whole, tokens, 64, 4, 3, False, "")
     attention.attend(*there, out, ratio, scale or q.shape[-1] ** -0.5, config=config, **options)
     return out.cpu()
 
@@ -33,7 +33,7 @@ def same(a, b):
 
 def check(cache, call, want, **options):
     """Whole rows and a program a unit: as near the truth as their dtype lets them be, and the same bits."""
-    whole, split = (run(cache, *call, units=units, **options) for units in (0, 1))
+    whole, split = (run(cache, *call, whole=form, **options) for form in (True, False))
     assert same(whole, split) and not whole.isnan().any()
     assert (whole.double() - want).norm() <= WORST[whole.dtype] * want.norm()
     return whole
@@ -66,7 +66,7 @@ def test_bits_do_not_depend_on_company_or_the_order_of_pages():
     call = cache.rows([0] * 6, list(range(144, 150)), 12)
     want, order = run(cache, *call), torch.randperm(6)
     assert torch.equal(run(cache, *(x[order] for x in call)), want[order])
-    assert same(run(cache, *(x[2:3] for x in call), units=2)[0], want[2])
+    assert same(run(cache, *(x[2:3] for x in call), whole=False)[0], want[2])
     shuffle = torch.randperm(len(cache.pool))
     cache.pool, place = cache.pool[shuffle], shuffle.argsort().int()
     cache.table = torch.where(cache.table >= 0, place[cache.table.clamp(min=0).long()], -1)
@@ -110,7 +110,7 @@ def test_positions_and_ids_past_everything_are_harmless():
     q, owner, positions, ids = cache.rows([0, 0], [59, 59], 4)
     positions[1], ids[1, 0] = 2**40, 2**31 - 2
     got = run(cache, q, owner, positions, ids)
-    assert got.isfinite().all() and same(got, run(cache, q, owner, positions, ids, units=2))
+    assert got.isfinite().all() and same(got, run(cache, q, owner, positions, ids, whole=False))
 
 
 @pytest.mark.parametrize("heads", ((24, 2), (12, 1), (5, 5), (40, 1)))
@@ -128,7 +128,7 @@ def test_b30_every_choice_fits_the_shared_memory_of_its_device():
                 shape = attention.Shape(4096, 2, group, D, size)
                 for device, most in (("sm_90", 227 << 10), ("gfx950", 160 << 10)):
                     config, few = attention.choose(shape, device), attention.choose(shape._replace(rows=1), device)
-                    assert few.units == 1 and config.units == 0
+                    assert config.whole and not few.whole
                     assert (few.tokens, few.columns) == (config.tokens, config.columns)  # the order of sums
                     assert 2 * config.num_stages * config.tokens * D * size <= most
 

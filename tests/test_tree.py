@@ -43,6 +43,7 @@ PAGES = {  # pages that compose stages
     "split": ("tokens", "steps", "norm"),
     "verify": ("tokens", "steps", "norm"),
     "select": ("score", "topk"),
+    "shared": ("attention", "union", "union_gluon"),
 }
 
 
@@ -77,7 +78,18 @@ def allowed(module: str) -> set[str]:
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, where exponents start, how memory is shared out.
-        names = ("anchor", "chunks", "gate", "products", "slots", "substitution", "halving", "workspace", "step_gluon")
+        names = (
+            "anchor",
+            "chunks",
+            "gate",
+            "products",
+            "slots",
+            "substitution",
+            "halving",
+            "workspace",
+            "step_gluon",
+            "gather",
+        )
         names += ("heads_gluon", "share_gluon")
         names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}

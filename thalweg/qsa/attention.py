@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from thalweg.device import arch, current
+from thalweg.qsa import gather
 
 LOG2E = 1.4426950408889634
 FOLD_AHEAD, FOLD_WARPS = 36, 4  # units on their way at once at most, warps of a head
@@ -48,9 +49,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """tokens, columns and num_warps are a choice of arithmetic (the order of sums): they depend on no row count."""
+    """tokens and columns are a choice of arithmetic, the order of sums: they depend on no row count."""
 
-    units: int  # of a program: 0 all of a row and KV head, which it then folds
+    whole: bool  # a program takes all units of a row and KV head; else one, and a second kernel folds
     tokens: int  # of a unit
     columns: int  # of keys and values that are products of their own
     num_warps: int
@@ -70,35 +71,9 @@ def choose(shape: Shape, device: str, whole: bool = False) -> Config:
     while tokens > 16 and 2 * tokens * width * shape.itemsize > 1 << 16:
         tokens //= 2
     columns, programs = min(width, 64), shape.rows * shape.kv_heads
-    if whole or programs >= 96:
-        return Config(0, tokens, columns, 4, 2, False, "many rows: a program a row and KV head")
-    return Config(1, tokens, columns, 8, 1, device == "sm_90", "few rows: a program a unit, then the fold")
-
-
-@triton.jit
-def _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p):
-    """Request (0 for padding) and position (-1) of a row."""
-    i_request = tl.load(row_request + i_r * stride_rr).to(tl.int64)
-    position = tl.load(positions + i_r * stride_p).to(tl.int64)
-    live = (i_request >= 0) & (i_request < requests) & (position >= 0)
-    # Past the table's capacity everything is a hole: a position may be taken for one just behind it.
-    position = tl.minimum(tl.where(live, position, -1), capacity + 2 * ratio).to(tl.int32)
-    return tl.where(live, i_request, 0), position
-
-
-@triton.jit
-def _slots(b_id, p_table, o_j, position, k, ratio, capacity, pages, stride_tp, PAGE: tl.constexpr):
-    """Page and row in it of list entries of blocks b_id, and which of them are tokens that the row attends to."""
-    visible = (position + 1) // ratio
-    listed = (b_id >= 0) & (b_id < visible)
-    b_token = tl.where(listed, b_id, 0).to(tl.int32) * ratio + o_j % ratio
-    b_tail = visible * ratio + (o_j - k * ratio)
-    tail = (o_j >= k * ratio) & (o_j < k * ratio + ratio - 1) & (b_tail <= position)
-    b_token = tl.where(tail, b_tail, b_token)
-    m_j = (listed | tail) & (b_token < capacity)
-    b_page = tl.load(p_table + (b_token // PAGE).to(tl.int64) * stride_tp, mask=m_j, other=-1).to(tl.int64)
-    m_j = m_j & (b_page >= 0) & (b_page < pages)
-    return b_page, b_token % PAGE, m_j
+    if whole or programs >= 88:
+        return Config(True, tokens, columns, 4, 2, False, "many rows: a program a row and KV head")
+    return Config(False, tokens, columns, 8, 1, device == "sm_90", "few rows: a program a unit, then the fold")
 
 
 def _slots_kernel(
@@ -109,97 +84,30 @@ def _slots_kernel(
     i_r = tl.program_id(0).to(tl.int64)
     if taken is not None and tl.load(taken + (first + i_r) // ROWS) > 0:
         return
-    i_request, position = _row(row_request, positions, first + i_r, ratio, capacity, requests, stride_rr, stride_p)
+    i_request, position = gather.row(
+        row_request, positions, first + i_r, ratio, capacity, requests, stride_rr, stride_p
+    )
     p_ids = block_ids + (first + i_r) * stride_ir
     for i_j in range(0, width, BN):
         o_j = i_j + tl.arange(0, BN)
         b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
-        b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
-                                    stride_tp, PAGE)  # fmt: skip
+        b_page, b_row, m_j = gather.slots(
+            b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages, stride_tp, PAGE
+        )
         b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)
         tl.store(slots + i_r * width + o_j, b_slot, mask=o_j < width)
 
 
-@triton.jit
-def _rows(p, b_page, b_row, m_j, stride_p, stride_t, stride_d, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
-          dtype: tl.constexpr):  # fmt: skip
-    """Keys or values of slots, in tiles of BC columns: a lane copies the same few slots of each tile."""
-    o_c = tl.arange(0, BC)
-    p_row = p + b_page * stride_p + b_row.to(tl.int64) * stride_t
-    b = ()
-    for i_c in tl.static_range(BD // BC):
-        m = m_j[:, None]
-        if D < BD:
-            m = m & (o_c + i_c * BC < D)[None, :]
-        b = b + (tl.load(p_row[:, None] + (o_c + i_c * BC)[None, :] * stride_d, mask=m, other=0.0).to(dtype),)
-    return b
-
-
-@triton.jit
-def _query(q, o_g, stride_qh, stride_qd, group, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
-           dtype: tl.constexpr):  # fmt: skip
-    o_c = tl.arange(0, BC)
-    b = ()
-    for i_c in tl.static_range(BD // BC):
-        o_d = o_c + i_c * BC
-        m = (o_g < group)[:, None] & (o_d < D)[None, :]
-        p_q = q + o_g[:, None] * stride_qh + o_d[None, :] * stride_qd
-        b = b + (tl.load(p_q, mask=m, other=0.0).to(dtype),)
-    return b
-
-
-@triton.jit
-def _unit(b_q, b_k, b_v, m_j, scale, N: tl.constexpr, dtype: tl.constexpr):
-    """Sums (a tile of columns each), maximum (base 2) and weight (a tile, all columns alike) of a unit by itself.
-
-    A masked entry has no weight, not even a bit. The scores of each tile of columns are summed on their own: short
-    chains of products. The weight is a product like the sums: none of it depends on how many warps there are.
-    """
-    b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision="ieee")
-    for i_c in tl.static_range(1, N):
-        b_s += tl.dot(b_q[i_c], tl.trans(b_k[i_c]), input_precision="ieee")
-    b_s = tl.where(m_j[None, :], b_s * scale, float("-inf"))
-    b_m = tl.max(b_s, 1)
-    b_p = tl.exp2(b_s - tl.where(b_m == float("-inf"), 0.0, b_m)[:, None]).to(dtype)
-    b_o = ()
-    for i_c in tl.static_range(N):
-        b_o = b_o + (tl.dot(b_p, b_v[i_c], input_precision="ieee"),)
-    ones = tl.full(b_v[0].shape, 1.0, dtype)
-    return b_o, b_m, tl.dot(b_p, ones, input_precision="ieee")
-
-
-@triton.jit
-def _fold(b_tm, b_m):
-    """The maximum of what was folded before and a unit, and the factors of both."""
-    b_new = tl.maximum(b_tm, b_m)
-    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    return b_new, tl.exp2(b_tm - b_base), tl.exp2(b_m - b_base)
-
-
-@triton.jit
-def _add(b_to, b_o, b_a, b_b):
-    return tl.fma(b_to, tl.broadcast_to(b_a, b_to.shape), b_o * b_b)
-
-
-@triton.jit
-def _finish(p_out, p_gate, b_o, b_l, v_scale, m):
-    """Stores sums over weights; where there is no gate its pointers are None."""
-    b_o = b_o * (v_scale / tl.where(b_l > 0.0, b_l, 1.0))
-    if p_gate is not None:
-        b_o = b_o * tl.sigmoid(tl.load(p_gate, mask=m, other=0.0).to(tl.float32))
-    tl.store(p_out, tl.where(b_l == 0.0, 0.0, b_o).to(p_out.dtype.element_ty), mask=m)
-
-
 def _whole_kernel(
-    q, k_cache, v_cache, row_request, positions, slots, out_gate, out, partial,
-    first, units, ratio, capacity, requests, width, group, scale, v_scale,
+    q, k_cache, v_cache, row_request, positions, slots, out_gate, out,
+    first, ratio, capacity, requests, width, group, scale, v_scale,
     stride_qr: tl.int64, stride_qh, stride_qd, stride_kp: tl.int64, stride_kt, stride_kh: tl.int64, stride_kd,
     stride_vp: tl.int64, stride_vt, stride_vh: tl.int64, stride_vd, stride_rr: tl.int64, stride_p: tl.int64,
     stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64, stride_oh, stride_od,
     taken, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
     FLAT: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program `units` units of a row and KV head: all of them, or (partial given) a part. `first`: row of slots 0."""
+    """A program a row and KV head. `first` is the row of the first slots."""
     i_s = tl.program_id(0).to(tl.int64)
     i_r = first + i_s
     if taken is not None and tl.load(taken + i_r // ROWS) > 0:
@@ -209,63 +117,44 @@ def _whole_kernel(
     o_n = tl.arange(0, BN)
     o_c = tl.arange(0, BC)
     NC: tl.constexpr = BD // BC
-    _, position = _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
-    b_q = _query(q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE)
+    _, position = gather.row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
+    b_q = gather.query(
+        q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE
+    )
     p_k = k_cache + i_h * stride_kh
     p_v = v_cache + i_h * stride_vh
-    lo = 0
-    if partial is not None:
-        lo = tl.program_id(2) * units * BN
-        i_p = (i_r * tl.num_programs(1) + i_h) * (width // BN)
-    hi = tl.minimum(lo + units * BN, width)
-    if partial is None:
-        hi = tl.where(position >= 0, hi, 0)
+    hi = tl.where(position >= 0, width, 0)
     p_slots = slots + i_s * width + o_n
     b_to = ()
     for _ in tl.static_range(NC):
         b_to = b_to + (tl.zeros([BG, BC], tl.float32),)
     b_tm = tl.full([BG], float("-inf"), tl.float32)
     b_tl = tl.zeros([BG, BC], tl.float32)
-    b_slot = tl.load(p_slots + lo, mask=o_n + lo < hi, other=-1)
-    for i_j in tl.range(lo, hi, BN, num_stages=STAGES):
+    b_slot = tl.load(p_slots)
+    for i_j in tl.range(0, hi, BN, num_stages=STAGES):
         m_j = b_slot >= 0
         b_page, b_row = 0, b_slot
         if not FLAT:
             b_page, b_row = (b_slot // PAGE).to(tl.int64), b_slot % PAGE
-        b_k = _rows(p_k, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
-        b_v = _rows(p_v, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
+        b_k = gather.rows(p_k, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
+        b_v = gather.rows(p_v, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
         # A unit ahead and held by the lanes: keys and values of the next unit can be asked for at once.
         b_slot = tl.load(p_slots + i_j + BN, mask=o_n + i_j + BN < hi, other=-1)
-        b_o, b_m, b_l = _unit(b_q, b_k, b_v, m_j, scale, NC, DTYPE)
-        if partial is not None:
-            _put(partial + (i_p + i_j // BN) * (group * BD + 2 * BG), b_o, b_m, b_l, o_g, group, BD, BC, BG)
-        else:
-            b_tm, b_a, b_b = _fold(b_tm, b_m)
-            b_tl = _add(b_tl, b_l, b_a[:, None], b_b[:, None])
-            b_sum = ()
-            for i_c in tl.static_range(NC):
-                b_sum = b_sum + (_add(b_to[i_c], b_o[i_c], b_a[:, None], b_b[:, None]),)
-            b_to = b_sum
-    if partial is None:
-        o_h = i_h * group + o_g
+        b_o, b_m, b_l = gather.unit(b_q, b_k, b_v, m_j, scale, NC, DTYPE)
+        b_tm, b_a, b_b = gather.fold(b_tm, b_m)
+        b_tl = gather.add(b_tl, b_l, b_a[:, None], b_b[:, None])
+        b_sum = ()
         for i_c in tl.static_range(NC):
-            o_d = o_c + i_c * BC
-            p_gate = None
-            if out_gate is not None:
-                p_gate = out_gate + i_r * stride_gr + o_h[:, None] * stride_gh + o_d[None, :] * stride_gd
-            p_out = out + i_r * stride_or + o_h[:, None] * stride_oh + o_d[None, :] * stride_od
-            _finish(p_out, p_gate, b_to[i_c], b_tl, v_scale, (o_g < group)[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def _put(p, b_o, b_m, b_l, o_g, group, BD: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr):
-    """Stores what is known of a unit."""
-    o_c = tl.arange(0, BC)
-    for i_c in tl.static_range(BD // BC):
-        tl.store(p + o_g[:, None] * BD + (o_c + i_c * BC)[None, :], b_o[i_c], mask=(o_g < group)[:, None])
-    tl.store(p + group * BD + o_g, b_m)
-    o_l = tl.broadcast_to(o_g[:, None], b_l.shape)
-    tl.store(p + group * BD + BG + o_l, b_l, mask=tl.broadcast_to((o_c == 0)[None, :], b_l.shape))
+            b_sum = b_sum + (gather.add(b_to[i_c], b_o[i_c], b_a[:, None], b_b[:, None]),)
+        b_to = b_sum
+    o_h = i_h * group + o_g
+    for i_c in tl.static_range(NC):
+        o_d = o_c + i_c * BC
+        p_gate = None
+        if out_gate is not None:
+            p_gate = out_gate + i_r * stride_gr + o_h[:, None] * stride_gh + o_d[None, :] * stride_gd
+        p_out = out + i_r * stride_or + o_h[:, None] * stride_oh + o_d[None, :] * stride_od
+        gather.finish(p_out, p_gate, b_to[i_c], b_tl, v_scale, (o_g < group)[:, None] & (o_d < D)[None, :])
 
 
 def _unit_kernel(
@@ -287,22 +176,28 @@ def _unit_kernel(
     o_j = i_u * BN + tl.arange(0, BN)
     # All that needs nothing else is asked for first.
     b_id = tl.load(block_ids + i_r * stride_ir + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
-    b_q = _query(q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE)
-    i_request, position = _row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
-    b_page, b_row, m_j = _slots(b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages,
-                                stride_tp, PAGE)  # fmt: skip
-    b_k = _rows(k_cache + i_h * stride_kh, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
-    b_v = _rows(v_cache + i_h * stride_vh, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
-    b_o, b_m, b_l = _unit(b_q, b_k, b_v, m_j, scale, BD // BC, DTYPE)
+    b_q = gather.query(
+        q + i_r * stride_qr + i_h * group * stride_qh, o_g, stride_qh, stride_qd, group, D, BD, BC, DTYPE
+    )
+    i_request, position = gather.row(row_request, positions, i_r, ratio, capacity, requests, stride_rr, stride_p)
+    b_page, b_row, m_j = gather.slots(
+        b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages, stride_tp, PAGE
+    )
+    b_k = gather.rows(k_cache + i_h * stride_kh, b_page, b_row, m_j, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
+    b_v = gather.rows(v_cache + i_h * stride_vh, b_page, b_row, m_j, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
+    b_o, b_m, b_l = gather.unit(b_q, b_k, b_v, m_j, scale, BD // BC, DTYPE)
     i_p = (i_r * tl.num_programs(1) + i_h) * tl.num_programs(0) + i_u
-    _put(partial + i_p * (group * BD + 2 * BG), b_o, b_m, b_l, o_g, group, BD, BC, BG)
+    gather.put(partial + i_p * (group * BD + 2 * BG), b_o, b_m, b_l, o_g, group, BD, BC, BG)
 
 
 def _fold_kernel(
     partial, out_gate, out, units, group, v_scale, stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64,
     stride_oh, stride_od, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program a query head and row; AHEAD units are loaded together. EARLY: it may start before they are written."""
+    """A program a query head and row; AHEAD units are loaded together.
+
+    EARLY: it is launched beside the kernel that writes them, and waits here until that one is done.
+    """
     if EARLY:
         gdc_wait()
     i_q = tl.program_id(0)
@@ -324,19 +219,19 @@ def _fold_kernel(
             b_m = b_m + (tl.load(p_u + group * BD + i_g, mask=there, other=float("-inf")),)
             b_l = b_l + (tl.load(p_u + group * BD + BG + i_g, mask=there, other=0.0),)
         for i_a in tl.static_range(AHEAD):
-            b_tm, b_a, b_b = _fold(b_tm, b_m[i_a])
-            b_tl = _add(b_tl, b_l[i_a], b_a, b_b)
-            b_to = _add(b_to, b_o[i_a], b_a, b_b)
+            b_tm, b_a, b_b = gather.fold(b_tm, b_m[i_a])
+            b_tl = gather.add(b_tl, b_l[i_a], b_a, b_b)
+            b_to = gather.add(b_to, b_o[i_a], b_a, b_b)
     p_gate = None
     if out_gate is not None:
         p_gate = out_gate + i_r * stride_gr + i_q * stride_gh + o_d * stride_gd
-    _finish(out + i_r * stride_or + i_q * stride_oh + o_d * stride_od, p_gate, b_to, b_tl, v_scale, m_o)
+    gather.finish(out + i_r * stride_or + i_q * stride_oh + o_d * stride_od, p_gate, b_to, b_tl, v_scale, m_o)
 
 
 # Counts and the strides that follow them change from step to step: none of their values may be compiled in.
 STEPS = ["k", "capacity", "pages", "requests", "stride_tr", "stride_tp", "stride_rr", "stride_p", "stride_ir"]
 INDICES = ["table", "row_request", "positions", "block_ids"]
-WHOLE = ["first", "units", "width", "capacity", "requests", "stride_rr", "stride_p"]
+WHOLE = ["first", "width", "capacity", "requests", "stride_rr", "stride_p"]
 slots_kernel = triton.jit(
     _slots_kernel, do_not_specialize=[*STEPS, "first", "width"], do_not_specialize_on_alignment=INDICES
 )
@@ -385,10 +280,10 @@ def attend(
     scales = scale * LOG2E * (1.0 if k_scale is None else k_scale), 1.0 if v_scale is None else float(v_scale)
     index = page_table, row_request, positions, block_ids
     with current(q.device):
-        if config.units == 1:
-            _units((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config)
+        if config.whole:
+            _many((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config, taken or (None, 1))
         else:
-            _rows_in_parts((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config, taken or (None, 1))
+            _few((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config)
 
 
 def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
@@ -397,13 +292,8 @@ def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
     return {"D": q.shape[2], "BD": width, "BG": tall, "BC": min(width, config.columns), "BN": config.tokens}
 
 
-def _partial(q: torch.Tensor, kv_heads: int, units: int, widths: dict[str, int]) -> torch.Tensor:
-    floats = q.shape[0] * kv_heads * units * (q.shape[1] // kv_heads * widths["BD"] + 2 * widths["BG"])
-    return torch.empty(floats, dtype=torch.float32, device=q.device)
-
-
-def _rows_in_parts(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken) -> None:
-    """The slots of rows, then a program a row and KV head, or a part of their units; as many rows as have room."""
+def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken) -> None:
+    """The slots of rows, then a program a row and KV head; as many rows at once as have room."""
     (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
     R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
     (requests, columns), k, group = page_table.shape, block_ids.shape[1], q.shape[1] // kv_heads
@@ -412,7 +302,6 @@ def _rows_in_parts(heavy, index, out_gate, out, ratio: int, scales, config: Conf
     rows = max(1, min(R, SLOTS_BYTES // (4 * width)))
     slots = torch.empty(rows * width, dtype=torch.int32, device=q.device)
     widths = _widths(q, kv_heads, config)
-    partial = _partial(q, kv_heads, units, widths) if config.units else None
     counts, tile = taken
     row_strides = row_request.stride(0), positions.stride(0)
     gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
@@ -423,24 +312,23 @@ def _rows_in_parts(heavy, index, out_gate, out, ratio: int, scales, config: Conf
             *index, slots, first, k, ratio, columns * page_tokens, pages, requests, width, *page_table.stride(),
             *row_strides, *block_ids.stride(), counts, PAGE=page_tokens, BN=1024, ROWS=tile, num_warps=4,
         )  # fmt: skip
-        whole_kernel[(part, kv_heads, triton.cdiv(units, config.units) if config.units else 1)](
-            *heavy, row_request, positions, slots, out_gate, out, partial, first, config.units or units, ratio,
-            columns * page_tokens, requests, width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(),
-            *row_strides, *gate_strides, *out.stride(), counts, **widths, PAGE=page_tokens, FLAT=flat,
+        whole_kernel[(part, kv_heads)](
+            *heavy, row_request, positions, slots, out_gate, out, first, ratio, columns * page_tokens, requests,
+            width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *row_strides,
+            *gate_strides, *out.stride(), counts, **widths, PAGE=page_tokens, FLAT=flat,
             STAGES=config.num_stages, DTYPE=DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile, **config.options,
         )  # fmt: skip
-    if partial is not None:
-        _folded(partial, units, out_gate, out, scales[1], group, widths, False)
 
 
-def _units(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> None:
+def _few(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> None:
     """A program a unit, KV head and row."""
     (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
     R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
     (requests, columns), k = page_table.shape, block_ids.shape[1]
     units, group = triton.cdiv(k * ratio + ratio - 1, config.tokens), q.shape[1] // kv_heads
     widths = _widths(q, kv_heads, config)
-    partial = _partial(q, kv_heads, units, widths)
+    floats = R * kv_heads * units * (group * widths["BD"] + 2 * widths["BG"])
+    partial = torch.empty(floats, dtype=torch.float32, device=q.device)
     unit_kernel[(units, kv_heads, R)](
         *heavy, *index, partial, k, ratio, columns * page_tokens, pages, requests, group, scales[0],
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *page_table.stride(), row_request.stride(0),
@@ -450,7 +338,9 @@ def _units(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> N
     _folded(partial, units, out_gate, out, scales[1], group, widths, config.early)
 
 
-def _folded(partial, units: int, out_gate, out, v_scale: float, group: int, widths: dict[str, int], early: bool) -> None:
+def _folded(
+    partial, units: int, out_gate, out, v_scale: float, group: int, widths: dict[str, int], early: bool
+) -> None:
     """`out` from what is known of the units."""
     gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
     sizes = {name: widths[name] for name in ("D", "BD", "BG")}

@@ -125,6 +125,8 @@ def _attend_why_not(call) -> str | None:
         return f"takes up to 64 query heads a KV head, of up to 256, got q {list(q.shape)} and {k.shape[2]} KV heads"
     if table.shape[1] * k.shape[1] >= 2**30 or call["block_ids"].shape[1] * call["ratio"] >= 2**30:
         return f"takes page tables and lists of less than {2**30} tokens, got {table.shape[1]} pages of {k.shape[1]}"
+    if k.shape[0] * k.shape[1] >= WITHIN:
+        return f"takes pools of less than {WITHIN} tokens, got {k.shape[0]} pages of {k.shape[1]}"
     if max(q.shape[1] * x.stride(1) for x in (q, call["out"])) >= WITHIN:
         return f"a row of q and out must span less than {WITHIN} elements, got strides {q.stride()}"
     return _without_triton(q)
@@ -184,7 +186,10 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
     "qsa_attend": (
         Impl("triton", "gathers row by row; few rows split over programs, same bits", _attend_why_not, _attend),
         Impl(
-            "shared", "neighbouring rows fetch the union of their blocks once", _shared_why_not, _shared,
+            "shared",
+            "neighbouring rows fetch the union of their blocks once",
+            _shared_why_not,
+            _shared,
             only_named="a row's last bits depend on its neighbours",
         ),
         *_reference(reference_ops.attend),

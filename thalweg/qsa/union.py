@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thalweg.qsa import gather
+
 BYTES = 128 << 20  # of lists at once; more rows are attended to in parts
 
 
@@ -40,7 +42,7 @@ class Config:
 
 
 def choose(group: int, dim: int, itemsize: int, hopper: bool) -> Config:
-    """The configuration for a number of query heads a KV head, their width, and whether the kernel in Gluon takes them."""
+    """The configuration for query heads a KV head and their width; hopper: the kernel in Gluon takes them."""
     width = max(16, triton.next_power_of_2(dim))
     if hopper:
         return Config(64, 64, width, 4, 0, 0.65, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
@@ -164,28 +166,13 @@ def _expand_kernel(
     tl.store(p_mask, b_mask, mask=(o_s < size // 32)[None, :])
 
 
-@triton.jit
-def _rows(p, b_page, b_row, m_j, stride_p, stride_t, stride_d, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
-          dtype: tl.constexpr):  # fmt: skip
-    """Keys or values of slots, in tiles of BC columns: a lane copies the same few slots of each tile."""
-    o_c = tl.arange(0, BC)
-    p_row = p + b_page * stride_p + b_row.to(tl.int64) * stride_t
-    b = ()
-    for i_c in tl.static_range(BD // BC):
-        m = m_j[:, None]
-        if D < BD:
-            m = m & (o_c + i_c * BC < D)[None, :]
-        b = b + (tl.load(p_row[:, None] + (o_c + i_c * BC)[None, :] * stride_d, mask=m, other=0.0).to(dtype),)
-    return b
-
-
 def _tiles_kernel(
     q, k_cache, v_cache, counts, slots, masks, out_gate, out, R, ratio, size, group, scale, v_scale,
     stride_qr: tl.int64, stride_qh, stride_qd, stride_kp: tl.int64, stride_kt, stride_kh: tl.int64, stride_kd,
     stride_vp: tl.int64, stride_vt, stride_vh: tl.int64, stride_vd,
     stride_gr: tl.int64, stride_gh, stride_gd, stride_or: tl.int64, stride_oh, stride_od,
-    ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
-    FLAT: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A program a tile and KV head."""
     i_t = tl.program_id(0).to(tl.int64)
@@ -219,8 +206,8 @@ def _tiles_kernel(
         b_page, b_row = 0, b_slot
         if not FLAT:
             b_page, b_row = (b_slot // PAGE).to(tl.int64), b_slot % PAGE
-        b_k = _rows(p_k, b_page, b_row, b_slot >= 0, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
-        b_v = _rows(p_v, b_page, b_row, b_slot >= 0, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
+        b_k = gather.rows(p_k, b_page, b_row, b_slot >= 0, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
+        b_v = gather.rows(p_v, b_page, b_row, b_slot >= 0, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
         b_word = tl.where((o_n < 32)[None, :], b_low[:, None], b_high[:, None])
         m_s = ((b_word >> (o_n & 31)[None, :]) & 1) != 0
         m_n = o_n + i_j + BN < n
@@ -270,7 +257,8 @@ union_kernel = triton.jit(
     _union_kernel, do_not_specialize=["R", *STEPS[2:7], "limit", "width"], do_not_specialize_on_alignment=INDICES[:2]
 )
 expand_kernel = triton.jit(
-    _expand_kernel, do_not_specialize=["R", *STEPS[2:4], *STEPS[5:7], "pages", "width", "size", "stride_tr", "stride_tp"],
+    _expand_kernel,
+    do_not_specialize=["R", *STEPS[2:4], *STEPS[5:7], "pages", "width", "size", "stride_tr", "stride_tp"],
     do_not_specialize_on_alignment=["table", *INDICES[:2]],
 )  # fmt: skip
 tiles_kernel = triton.jit(_tiles_kernel, do_not_specialize=["R"])
