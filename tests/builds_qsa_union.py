@@ -24,7 +24,7 @@ def builds(target):
     found = {"union": aot.Build(lambda: launch(union.attend, plain), (), 512, spilled)}
     if target == "sm_90a":
         demands = {"union_gluon": ("wgmma", "cp.async.cg.shared.global")}
-        found["union hopper"] = aot.Build(lambda: launch(union_gluon.attend, hopper), demands)
+        found["union hopper"] = aot.Build(lambda: launch(union_gluon.attend, hopper), demands, newer_spilled={"union_gluon": 64})
     return found
 
 

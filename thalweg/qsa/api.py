@@ -293,6 +293,10 @@ def qsa_attend(
     selected. Tokens on holes are skipped. Softmax of scale * q . k (scale default D**-0.5) in float32, times
     sigmoid(out_gate `[R, Hq, D]`) if given, rounded once. A row with nothing to attend to, and padding, gives zeros.
     No other token is multiplied in, so NaN elsewhere in the pages does no harm.
+
+    A row's bits depend on nothing but the row, except in impl="shared", which is taken by name only: neighbouring rows
+    fetch the union of their blocks once, each token with weight zero for the rows that did not select it. There a
+    row's last bits depend on its neighbours (not on the run), and NaN in a token that a neighbour attends to spreads.
     """
     _expect_attend(
         q, k_cache, v_cache, page_table, row_request, positions, block_ids, out, ratio, scale, out_gate, k_scale,
