@@ -23,8 +23,8 @@ def builds(target):
     plain, hopper = (union.choose(12, 256, 2, hopper=form) for form in (False, True))
     found = {"union": aot.Build(lambda: launch(union.attend, plain), (), 512, spilled)}
     if target == "sm_90a":
-        demands = {"union_gluon": ("wgmma", "cp.async.cg.shared.global")}
-        found["union hopper"] = aot.Build(lambda: launch(union_gluon.attend, hopper), demands, newer_spilled={"union_gluon": 64})
+        demands, newer = {"union_gluon": ("wgmma", "cp.async.cg.shared.global")}, {"union_gluon": 64}
+        found["union hopper"] = aot.Build(lambda: launch(union_gluon.attend, hopper), demands, newer_spilled=newer)
     return found
 
 
