@@ -111,6 +111,7 @@ def test_b08_views_of_one_projection_and_both_pool_orders(form):
     parts = fused.split([call[n][0].numel() for n in ROWS], 1)
     strided = {n: part.unflatten(1, call[n].shape[1:]) for n, part in zip(ROWS, parts)}
     strided["conv_state"] = call["conv_state"].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["conv_weight"] = torch.full((call["conv_weight"].shape[0], 7), torch.nan)[:, 2:6].copy_(call["conv_weight"])
     pool = torch.full((5, 5, 64, 64), torch.nan)
     pool[:, 1:3] = call["state"]
     strided["read_slots"] = torch.stack([call["read_slots"], call["read_slots"] * 0 + 99], 1)[:, 0]
