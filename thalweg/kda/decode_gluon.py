@@ -117,24 +117,34 @@ def _kernel(
         mbarrier.init(m_b[part], count=1)
     fence_async_shared()
     thread_barrier()  # before any other load: the fence would wait for it
+    if GROUP == 1:  # now, and not when it is known whether the row is live: loads would wait for that
+        for part in gl.static_range(PARTS):
+            mbarrier.expect(m_b[part], BYTES)
     m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
     m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
     o_v = gl.arange(0, ROWS, layout=LV)
     o_s = o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
     for j in range(GROUP):
         i_h = i_q * GROUP + j
+        p_z = out_gate + i_b * stride_zb + i_h * stride_zh + o_v
+        b_z, b_n = (), ()
         for part in gl.static_range(PARTS):
-            mbarrier.expect(m_b[part], BYTES, pred=live)
+            b_n = b_n + (gl.load(norm_weight + part * ROWS + o_v),)
         if not EARLY:
             b_x, b_g, beta = step.token(
                 qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
                 stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
             )  # fmt: skip
+            for part in gl.static_range(PARTS):
+                b_z = b_z + (gl.load(p_z + part * ROWS),)
         b_w, b_cb, b_db, rate = step.weights(
             conv_weight, conv_bias, A_log, dt_bias, i_q, i_h, H, stride_wc, stride_dh, K, V, C, PACKED, LC, LT
         )  # fmt: skip
         b_h = step.history(conv_state, read, i_q, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
         row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
+        if GROUP > 1:
+            for part in gl.static_range(PARTS):
+                mbarrier.expect(m_b[part], BYTES, pred=live)
         for part in gl.static_range(BUFFERS):
             bulk_load(desc, [row + part * ROWS, 0], m_b[part], m_s[part], pred=live)
         if EARLY:
@@ -144,12 +154,9 @@ def _kernel(
                 qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
                 stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
             )  # fmt: skip
-        p_z = out_gate + i_b * stride_zb + i_h * stride_zh + o_v
+            for part in gl.static_range(PARTS):
+                b_z = b_z + (gl.load(p_z + part * ROWS),)
         p_o = out + i_b * stride_ob + i_h * stride_oh + o_v
-        b_z, b_n = (), ()
-        for part in gl.static_range(PARTS):
-            b_z = b_z + (gl.load(p_z + part * ROWS),)
-            b_n = b_n + (gl.load(norm_weight + part * ROWS + o_v),)
         if live:
             step.roll(
                 conv_state, b_x, b_h, write, i_q, i_h, H, j == GROUP - 1, stride_cs, stride_cc, stride_ct,
