@@ -1,8 +1,8 @@
 """The kept measurements: every row is whole and honest, and the README's tables say what the rows say."""
 
 import json
-import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,10 @@ from thalweg.bench import run
 from thalweg.bench.calls import IMPLS
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import figures  # noqa: E402
+
 FIELDS = [*run.Row.__dataclass_fields__]
 ROWS = [json.loads(line) for path in sorted((ROOT / "results").glob("*.jsonl")) for line in path.open()]
 EXTRA = ("copy floor", "rmw floor", "one row a program")  # what is timed beside implementations and peers
@@ -48,46 +52,23 @@ def test_commits_of_rows_are_in_the_history():
         assert git("merge-base", "--is-ancestor", commit.rstrip("+"), "HEAD").returncode == 0, commit
 
 
-def tables():
-    """The README's tables of measurements on the H200: the paragraph before, cells of the head, cells of each row."""
-    text = (ROOT / "README.md").read_text().split("\nOn an H200", 1)[1].split("\n## ", 1)[0]
-    for block in re.finditer(r"([^\n]*\n)*?\n*((?:\|.*\n)+)", text):
-        lines = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in block[2].splitlines()]
-        before = text[: block.start(2)].rstrip().rsplit("\n\n", 1)[-1]
-        yield before, lines[0], lines[2:]
-
-
-def figures():
-    """(case, implementation, unit, cell) of every cell of a table of cases, or of decode shapes, that is one number."""
-    for before, head, rows in tables():
-        unit = 1e3 if re.search(r"\bms\b", before + head[0]) else 1.0
-        for label, *cells in rows:
-            for name, cell in zip(head[1:], cells):
-                shape = re.fullmatch(r"(\d+) x (\d+)", name)
-                if head[0].startswith("case"):
-                    id, impl = label.strip("`").partition("`")[0], "`" in name and name.replace("`", "")
-                elif shape:
-                    id, impl = f"decode-h{shape[1]}-b{shape[2]}", "`" in label and label.split("`")[1]
-                else:
-                    continue
-                number = re.fullmatch(r"\*{0,2}([\d,]+\.?\d*)\*{0,2}( \(.*\))?", cell)
-                if impl and number:
-                    yield id, impl, unit, number[1].replace(",", "")
-
-
 def test_the_readme_says_what_the_rows_say():
-    said = {}
-    for row in ROWS:
-        if row["gpu"] == "NVIDIA H200" and row["ok"]:
-            said[row["case"], row["impl"]] = row["us"]
-    found = [*figures()]
-    assert len(found) > 20
-    for id, impl, unit, number in found:
-        us = [
-            value
-            for (case, name), value in said.items()
-            if case == id and (name == impl or name.startswith(impl + " "))
-        ]
-        assert us, f"no row of {impl} on {id}"
-        digits = len(number.partition(".")[2])
-        assert abs(us[0] / unit - float(number)) <= 0.501 * 10**-digits, f"{id} {impl}: {number}, the row {us[0]} us"
+    """It is what `tools/figures.py` writes; and a row that says something else changes it."""
+    text, rows = (ROOT / "README.md").read_text(), figures.measured()
+    assert figures.written(text, rows) == text
+    others = ({**rows, key: {**row, "us": 2 * row["us"]}} for key, row in rows.items())
+    assert sum(figures.written(text, other) != text for other in others) > 60
+
+
+def test_a_table_is_made_of_the_cases_that_have_rows():
+    rows = {("topk-d1", "triton"): {"us": 12.34, "err": 0.0}, ("topk-d16", "them topk"): {"us": 1234.5, "err": 0.0}}
+    assert figures.table(["qsa_topk"], rows).splitlines() == [
+        "| case, us | `triton` | `them topk` | bytes at 4.3 TB/s | error |",
+        "| --- | --- | --- | --- | --- |",
+        "| `topk-d1` | **12.3** |  | 0.03 | 0 |",
+        "| `topk-d16` |  | 1,234 | 0.50 |  |",
+    ]
+    text = "x\n\n| case, ms | `triton` | more |\n|---|---|---|\n| `topk-d1`: one | **0.5** (now) | 3 |\n"
+    assert figures.written(text, rows) == text.replace("0.5", "0.0")
+    with pytest.raises(ValueError, match="no row of hopper on topk-d1"):
+        figures.written(text.replace("triton", "hopper"), rows)
