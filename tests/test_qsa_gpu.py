@@ -125,7 +125,7 @@ def test_b11_a_captured_step_reads_what_the_buffers_hold_when_it_is_replayed():
 def test_b31_no_sync_and_no_new_kernels_in_steady_state():
     from thalweg.qsa import score, topk
 
-    kernels = (score.tiles_kernel, score.row_kernel, topk.kernel)
+    kernels = (score.tiles_kernel, score.row_kernel, topk.maxima_kernel, topk.pick_kernel)
 
     def compiled():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

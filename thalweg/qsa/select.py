@@ -1,7 +1,7 @@
 """The ids of each row's k best blocks: scores and their top-k, some rows at a time, under a cap of memory.
 
 As many rows are scored together as fit `workspace_bytes`; at least one. Rows that see at most k blocks are not scored.
-What a row holds while it is worked on: N float32 scores, a bit a score, and the list of the top-k's candidates.
+What a row holds while it is worked on: N float32 scores and the top-k's maxima and list.
 
     index_q, block_keys, page_table, row_request, visible     as in `score`
     out                                                       [R, k] int32, as in `topk`
@@ -18,7 +18,7 @@ ALIGNED = 16  # scores: a row's first one, so that they are loaded and stored fo
 
 def rows_at_once(R: int, N: int, k: int, workspace_bytes: int, config: topk.Config) -> int:
     """Rows that fit the workspace; whole tiles of 64 where more than one does."""
-    row = 4 * (N + topk.workspace_words(topk.Shape(1, N, k), config))
+    row = 4 * (N + topk.row_words(N, k, config))
     rows = max(1, min(R, workspace_bytes // row))
     return rows if rows == R or rows < 64 else rows // 64 * 64
 
@@ -44,11 +44,11 @@ def select(
     config = topk.choose(topk.Shape(R, N, k), arch(out.device))
     rows = rows_at_once(R, width, k, workspace_bytes, config)
     matrix = torch.empty(rows, width, dtype=torch.float32, device=out.device)
-    words = topk.workspace_words(topk.Shape(rows, N, k), config)
-    lists = torch.empty(words, dtype=torch.int32, device=out.device)
+    words = rows * topk.row_words(N, k, config)
+    maxima = torch.empty(words, dtype=torch.int32, device=out.device)
     for lo in range(0, R, rows):
         part = slice(lo, min(lo + rows, R))
         values = matrix[: part.stop - lo, :N]
         owner, seen = row_request[part], visible[part]
         scores.score(index_q[part], block_keys, page_table, owner, seen, values, least=k, fill=False)
-        topk.topk(values, seen, out[part], owner, requests, workspace=lists, config=config)
+        topk.topk(values, seen, out[part], owner, requests, workspace=maxima, config=config)

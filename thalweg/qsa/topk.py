@@ -1,25 +1,22 @@
-"""The k best blocks of each row of scores, exact, ids ascending; one program a row at a time.
+"""The k best blocks of each row of scores, exact, ids ascending, by maxima of groups: time does not depend on the scores.
 
-A score becomes an integer of the same order (-0.0 equals 0.0, NaN below everything). Then, for a row with n > k blocks:
+Cut a row into groups of `group` consecutive blocks and rank the groups by their best score, the lower group first
+where these are equal. The k best blocks lie in the k first groups: a block outside them has k blocks before it, one in
+each. So, with groups of groups until few enough are left at the top:
 
-    1. n above `capacity`: a threshold is guessed from `samples` scores spread over the row, so that more than k and
-       fewer than `capacity` should reach it; one pass over the row writes a bit a score, those that do;
-    2. if fewer than k or more than `capacity` do, the exact k-th value is found by its digits, four passes of 256-bin
-       counts, and the bits are rewritten: all above it, and of those equal to it the first ones. Nothing is dropped and
-       nothing depends on luck but the time;
-    3. the bits become a list of ids, ascending because the bits are;
-    4. the k-th best of the list is found by bisection; what is above it, and of what equals it the first ones, is
-       written in order.
+    maxima   the best score of every group of every level, in one pass over the scores
+    pick     a program a row: the k best groups of the top level, then the k best of their members, and so on down
 
-Rows with at most k blocks take all of them and read no score.
+No score is guessed at, no list can overflow and there is no second way for hostile scores. What is compared is an
+integer of a score's order: -0.0 equals 0.0, NaN lies below everything. The k-th best of what a program holds is found
+by interpolation between counts. Rows with at most k blocks take all of them and read no score.
 
     scores       [R, N] float32, any strides
     visible      [R] int32 or int64; clipped to [0, N]; row_request [R], if given: rows out of range see nothing
     out          [R, k] int32, any strides: ascending, -1 behind
-    workspace    bits and lists of the programs that run at once, whatever R is: `workspace_words`
-    fallbacks    [1] int32 or None: counts the rows that took step 2
+    workspace    int32, `row_words` a row; as many rows are worked on together as fit (`WORKSPACE` bytes by default)
 
-Source: our own; a sampled threshold before an exact selection is as old as quickselect.
+Source: our own.
 """
 
 from dataclasses import dataclass, field
@@ -32,8 +29,9 @@ import triton.language as tl
 from thalweg.device import arch, current
 
 LOWEST = tl.constexpr(-(2**31))
-PROGRAMS = 1056  # eight a multiprocessor of an H200
-EXACT = tl.constexpr(1024)  # scores a step of the exact search
+WORKSPACE = 96 << 20  # bytes; 4,096 rows of 65,536 blocks take 75 MB
+HELD = 8192  # values of a row that a program holds
+MOST_HELD = 16384  # where k asks for it
 
 
 class Shape(NamedTuple):
@@ -46,35 +44,36 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    capacity: int  # of a list
-    samples: int
-    chunk: int  # scores a step
-    words: int  # of bits turned into ids at a step
-    programs: int
+    group: int
+    levels: int  # of groups; 0: a program holds the row
+    segment: int  # scores a program of `maxima`; a power of group or a multiple of it
+    segment_warps: int
     num_warps: int
     reason: str = field(compare=False)
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps}
+    maxnreg: int | None = None
 
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device."""
-    capacity = max(512, triton.next_power_of_2(3 * min(shape.k, 1 << 15)))
-    warps = 8 if capacity <= 2048 else 16
-    if shape.rows <= 2 * 132:
-        return Config(capacity, 4096, 16384, 1024, PROGRAMS, warps, "few rows: as wide as a core feeds")
-    return Config(capacity, 4096, 4096, 1024, PROGRAMS, warps, "many rows: several programs a core")
+    wide = triton.next_power_of_2(shape.k)
+    held = HELD if 4 * wide <= HELD else MOST_HELD
+    group = min(64, max(2, held // wide))
+    levels, top = 0, shape.blocks
+    while top > held:
+        levels, top = levels + 1, triton.cdiv(top, group)
+    if shape.rows <= 132:
+        return Config(group, levels, max(1024, group**levels), 4, 16, "few rows: a multiprocessor each")
+    return Config(group, levels, max(4096, group**levels), 4, 8, "many rows: several a multiprocessor")
 
 
-def workspace_words(shape: Shape, config: Config) -> int:
-    """int32 words of workspace that `topk` needs: a bit a score and a list, for each program."""
-    return min(shape.rows, config.programs) * (_bit_words(shape.blocks, config) + config.capacity)
+def _segments(blocks: int, config: Config) -> int:
+    return triton.cdiv(blocks, config.segment) if config.levels else 0
 
 
-def _bit_words(blocks: int, config: Config) -> int:
-    return triton.cdiv(triton.cdiv(blocks, config.chunk) * config.chunk // 32, config.words) * config.words
+def row_words(blocks: int, k: int, config: Config) -> int:
+    """int32 words of workspace a row: the maxima of all levels, and the groups picked last."""
+    maxima = sum(_segments(blocks, config) * config.segment // config.group**i for i in range(1, config.levels + 1))
+    return triton.cdiv(maxima, 4) * 4 + triton.next_power_of_2(k)
 
 
 @triton.jit
@@ -85,200 +84,194 @@ def _order(b_x):
 
 
 @triton.jit
-def _ones(b_w):
-    """Set bits of each int32."""
-    b_w = b_w - ((b_w >> 1) & 0x55555555)
-    b_w = (b_w & 0x33333333) + ((b_w >> 2) & 0x33333333)
-    b_w = (b_w + (b_w >> 4)) & 0x0F0F0F0F
-    return ((b_w * 0x01010101) >> 24) & 0xFF
+def _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr):
+    n = tl.load(visible + i_row * stride_v).to(tl.int64)
+    n = tl.minimum(tl.maximum(n, 0), N).to(tl.int32)
+    if row_request is not None:
+        i_request = tl.load(row_request + i_row * stride_rr).to(tl.int64)
+        n = tl.where((i_request >= 0) & (i_request < requests), n, 0)
+    return n
 
 
 @triton.jit
-def _search(b_key, least, most, low, n_low, high):
-    """The greatest c in [low, high) that `least` keys reach, or the first found that at most `most` of them do.
+def _put_maxima(b_x, p_maxima, i_segment, segments, GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr):
+    """Stores the maxima of a segment, level behind level. NaN gives way to any number in a maximum."""
+    b_max = b_x
+    for i in tl.static_range(1, LEVELS + 1):
+        b_max = tl.max(tl.reshape(b_max, [SEGMENT // GROUP**i, GROUP]), 1)
+        p_level = p_maxima + i_segment * (SEGMENT // GROUP**i)
+        tl.store(p_level + tl.arange(0, SEGMENT // GROUP**i), _order(b_max))
+        p_maxima += segments * (SEGMENT // GROUP**i)
 
-    n_low keys reach low, none reaches high. A step is taken where the logarithm of the count would meet `least` on a
-    straight line, right for the tail of most distributions; every third step halves what is left, so that the worst
-    case is that of bisection.
+
+def _maxima_kernel(
+    scores, visible, row_request, workspace,
+    N, k, requests, segments,
+    stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_w: tl.int64,
+    GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    i_row = (tl.program_id(0) // segments).to(tl.int64)
+    i_segment = tl.program_id(0) % segments
+    n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
+    i_n = i_segment * SEGMENT
+    if (n > k) & (i_n < n):
+        p_x = scores + i_row * stride_r + (i_n + tl.arange(0, SEGMENT)) * stride_n
+        p_maxima = workspace + i_row * stride_w
+        # Not `if` and `else`: in `else` Triton 3.6 forgets how tensors are aligned.
+        if i_n + SEGMENT <= n:
+            _put_maxima(tl.load(p_x), p_maxima, i_segment, segments, GROUP, LEVELS, SEGMENT)
+        if i_n + SEGMENT > n:
+            b_x = tl.load(p_x, mask=i_n + tl.arange(0, SEGMENT) < n, other=float("nan"))
+            _put_maxima(b_x, p_maxima, i_segment, segments, GROUP, LEVELS, SEGMENT)
+
+
+@triton.jit
+def _search(b_key, least, low, n_low, high, first):
+    """The greatest c in [low, high) that `least` keys reach, or the first found that exactly `least` of them do.
+
+    n_low keys reach low, none reaches high; `first` is looked at first. Then a step is taken where the logarithm of the
+    count would meet `least` on a straight line, right for the tail of most distributions; every third step halves what
+    is left, so that the worst case is that of bisection.
     """
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     n_low = n_low.to(tl.float32)
     n_high = n_low * 0.0 + 0.5
-    i_step = n_low.to(tl.int32) * 0
+    i_step = least * 0
     goal = least.to(tl.float32)
-    while low + 1 < high:
-        part = tl.log(n_low / goal) / tl.log(n_low / n_high)
-        part = tl.where(i_step % 3 == 2, 0.5, tl.minimum(tl.maximum(part, 0.0), 1.0))
-        c = low + ((high - low).to(tl.float32) * part).to(tl.int64)
+    c = first.to(tl.int64)
+    while (low + 1 < high) & (n_low != goal):
         c = tl.minimum(tl.maximum(c, low + 1), high - 1)
         n = tl.sum((b_key >= c.to(tl.int32)).to(tl.int32))
         reached = n >= least
-        high = tl.where(reached, tl.where(n <= most, c + 1, high), c)
+        high = tl.where(reached, high, c)
         low = tl.where(reached, c, low)
         n_low = tl.where(reached, n.to(tl.float32), n_low)
         n_high = tl.where(reached, n_high, tl.maximum(n.to(tl.float32), 0.5))
+        part = tl.log(n_low / goal) / tl.log(n_low / n_high)
+        part = tl.where(i_step % 3 == 2, 0.5, tl.minimum(tl.maximum(part, 0.0), 1.0))
+        c = low + ((high - low).to(tl.float32) * part).to(tl.int64)
         i_step += 1
     return low.to(tl.int32)
 
 
 @triton.jit
-def _guess(p_row, n, k, stride_n, SAMPLES: tl.constexpr):
-    """A key that more than k of n scores should reach: the rank k has among samples, and 4.5 deviations."""
-    o_g = tl.arange(0, SAMPLES // 4)
-    o_s = (((o_g * n) // (SAMPLES // 4)) & -4)[:, None] + tl.arange(0, 4)[None, :]
-    b_key = _order(tl.load(p_row + o_s * stride_n, mask=o_s < n, other=float("nan")))
-    expected = k.to(tl.float32) * SAMPLES / n.to(tl.float32)
-    rank = tl.minimum(expected + 4.5 * tl.sqrt(expected) + 4.0, SAMPLES - 1.0).to(tl.int32)
-    low = tl.min(b_key)
-    return _search(b_key, rank, rank + rank // 8, low, rank * 0 + SAMPLES, tl.max(b_key).to(tl.int64) + 1)
+def _best(b_key, b_id, m, least, k, floor, p_out, stride, SIZE: tl.constexpr):
+    """Writes the ids of the `least` best of the keys where m, in their order; at least so many of them reach floor.
 
-
-@triton.jit
-def _words(b_bit, CHUNK: tl.constexpr):
-    """Bits `[CHUNK / 32, 32]` as int32 words, the first bit lowest."""
-    return tl.sum(b_bit.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
-
-
-@triton.jit
-def _mark(p_row, p_bits, n, threshold, stride_n, CHUNK: tl.constexpr):
-    """A bit a score: whether it reaches the threshold. NaN does not, whatever the threshold."""
-    o_w = tl.arange(0, CHUNK // 32)
-    o_n = o_w[:, None] * 32 + tl.arange(0, 32)[None, :]
-    whole = n // CHUNK * CHUNK
-    b_i = threshold ^ ((threshold >> 31) & 0x7FFFFFFF)
-    value = b_i.to(tl.float32, bitcast=True)
-    # The next scores are on their way while these are looked at. (Pipelined by the compiler the loop is 4 x slower.)
-    b_next = tl.load(p_row + o_n * stride_n, mask=o_n < whole, other=float("nan"))
-    for i_n in range(0, whole, CHUNK):
-        b_x = b_next
-        i_next = tl.multiple_of(tl.minimum(i_n + CHUNK, whole - CHUNK), CHUNK)
-        b_next = tl.load(p_row + (i_next + o_n) * stride_n)
-        tl.store(p_bits + i_n // 32 + o_w, _words(b_x >= value, CHUNK))
-    if whole < n:
-        m_n = whole + o_n < n
-        b_x = tl.load(p_row + (whole + o_n) * stride_n, mask=m_n, other=float("nan"))
-        tl.store(p_bits + whole // 32 + o_w, _words(b_x >= value, CHUNK))
-
-
-@triton.jit
-def _mark_exact(p_row, p_bits, n, k, stride_n, CHUNK: tl.constexpr):
-    """The bits of exactly k scores: above the k-th value, and the first of those equal to it."""
-    o_n = tl.arange(0, CHUNK)
-    o_b = tl.arange(0, 256)
-    prefix = tl.zeros([], tl.int32)
-    need = k
-    for i_digit in range(4):  # not unrolled: it is big, and seldom run
-        shift = 24 - 8 * i_digit
-        b_count = tl.zeros([256], tl.int32)
-        for i_n in range(0, n, CHUNK):
-            m_n = i_n + o_n < n
-            b_x = tl.load(p_row + (i_n + o_n) * stride_n, mask=m_n, other=0.0)
-            b_u = _order(b_x) ^ LOWEST  # unsigned order
-            b_high = (b_u >> shift >> 8) & ((1 << (8 * i_digit)) - 1)
-            b_count += tl.histogram((b_u >> shift) & 255, 256, mask=m_n & (b_high == prefix))
-        b_above = tl.sum(b_count) - tl.cumsum(b_count, 0)
-        digit = tl.max(tl.where((b_above < need) & (b_above + b_count >= need), o_b, 0))
-        need -= tl.sum(tl.where(o_b == digit, b_above, 0))
-        prefix = (prefix << 8) | digit
-    kth = prefix ^ LOWEST
-    found = tl.zeros([], tl.int32)  # equal ones so far
-    for i_n in range(0, n, CHUNK):
-        m_n = i_n + o_n < n
-        b_key = _order(tl.load(p_row + (i_n + o_n) * stride_n, mask=m_n, other=0.0))
-        b_equal = (m_n & (b_key == kth)).to(tl.int32)
-        b_take = (m_n & (b_key > kth)) | ((b_equal > 0) & (found + tl.cumsum(b_equal, 0) <= need))
-        found += tl.sum(b_equal)
-        b_w = _words(tl.reshape(b_take.to(tl.int32), [CHUNK // 32, 32]), CHUNK)
-        tl.store(p_bits + i_n // 32 + tl.arange(0, CHUNK // 32), b_w)
-
-
-@triton.jit
-def _list(p_bits, p_ids, words, W: tl.constexpr, CAP: tl.constexpr):
-    """Writes the positions of the first CAP set bits, ascending; returns how many are set."""
-    o_w = tl.arange(0, W)
-    base = tl.zeros([], tl.int32)
-    for i_w in range(0, words, W):
-        b_w = tl.load(p_bits + i_w + o_w, mask=i_w + o_w < words, other=0)
-        b_n = _ones(b_w)
-        b_at = base + tl.cumsum(b_n, 0) - b_n
-        for _ in range(tl.max(b_n)):
-            b_low = b_w & -b_w
-            tl.store(p_ids + b_at, (i_w + o_w) * 32 + _ones(b_low - 1), mask=(b_w != 0) & (b_at < CAP))
-            b_at += (b_w != 0).to(tl.int32)
-            b_w = b_w ^ b_low
-        base += tl.sum(b_n)
-    return base
-
-
-@triton.jit
-def _write_best(p_row, p_ids, listed, p_out, total, k, stride_n, stride_k, CAP: tl.constexpr):
-    """The k best of `total` candidates, in their order; candidate i is block p_ids[i] if listed, else i."""
-    o_c = tl.arange(0, CAP)
-    m_c = o_c < total
-    b_id = tl.where(listed, tl.load(p_ids + o_c, mask=m_c & listed, other=0), o_c)
-    b_key = _order(tl.load(p_row + b_id * stride_n, mask=m_c, other=float("nan")))
-    low = tl.min(tl.where(m_c, b_key, 0x7FFFFFFF))
-    kth = _search(tl.where(m_c, b_key, LOWEST), k, k, low, total, tl.max(b_key).to(tl.int64) + 1)
-    b_above = m_c & (b_key > kth)
-    b_equal = m_c & (b_key == kth)
-    need = k - tl.sum(b_above.to(tl.int32))
-    if tl.sum(b_equal.to(tl.int32)) > need:
-        b_equal = b_equal & (tl.cumsum(b_equal.to(tl.int32), 0) <= need)
-    b_take = b_above | b_equal
+    Returns a key that at least k of the blocks in what was written reach.
+    """
+    b_key = tl.reshape(tl.where(m, b_key, LOWEST), [SIZE])
+    b_id = tl.reshape(b_id, [SIZE])
+    m = tl.reshape(m, [SIZE])
+    n_low = tl.sum((m & (b_key >= floor)).to(tl.int32))
+    b_mean = tl.sum(tl.where(b_key >= floor, b_key, 0).to(tl.float32)) / n_low
+    low = _search(b_key, least, floor, n_low, tl.max(b_key).to(tl.int64) + 1, b_mean)
+    b_take = m & (b_key >= low)
+    extra = tl.sum(b_take.to(tl.int32)) - least
+    if extra > 0:  # of those equal to the last one the first are taken
+        b_equal = (m & (b_key == low)).to(tl.int32)
+        b_take = b_take & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= tl.sum(b_equal) - extra))
     b_at = tl.cumsum(b_take.to(tl.int32), 0) - 1
-    tl.store(p_out + b_at * stride_k, b_id, mask=b_take)
+    tl.store(p_out + b_at * stride, b_id, mask=b_take)
+    return tl.where(least < k, LOWEST, low)
 
 
-def _kernel(
-    scores, visible, row_request, out, workspace, fallbacks,
-    R, N, k, requests, bit_words,
+@triton.jit
+def _lowest(b_key, m):
+    return tl.min(tl.reshape(tl.where(m, b_key, 0x7FFFFFFF), [b_key.numel]))
+
+
+@triton.jit
+def _members(p_scores, b_group, m_group, n, stride, GROUP: tl.constexpr):
+    """Keys and ids `[groups, GROUP]` of the scores in groups, and which of them there are: the last may be short."""
+    o_g = tl.arange(0, GROUP)
+    b_id = b_group[:, None] * GROUP + o_g[None, :]
+    m_whole = m_group & (b_group * GROUP + GROUP <= n)  # one mask a group, so that a group is loaded whole
+    b_x = tl.load(p_scores + b_id * stride, mask=m_whole[:, None], other=float("nan"))
+    last = n // GROUP
+    b_last = tl.load(p_scores + (last * GROUP + o_g) * stride, mask=last * GROUP + o_g < n, other=float("nan"))
+    b_x = tl.where((b_group == last)[:, None], b_last[None, :], b_x)
+    return _order(b_x), b_id, m_group[:, None] & (b_id < n)
+
+
+def _pick_kernel(
+    scores, visible, row_request, out, workspace,
+    N, k, requests, segments,
     stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_or: tl.int64, stride_k,
-    CAP: tl.constexpr, SAMPLES: tl.constexpr, CHUNK: tl.constexpr, W: tl.constexpr, BK: tl.constexpr
+    stride_w: tl.int64,
+    GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    p_bits = workspace + tl.program_id(0).to(tl.int64) * (bit_words + CAP)
-    p_ids = p_bits + bit_words
-    for i_r in range(tl.program_id(0), R, tl.num_programs(0)):
-        i_row = tl.full([], 1, tl.int64) * i_r
-        n = tl.load(visible + i_row * stride_v).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), N).to(tl.int32)
-        if row_request is not None:
-            i_request = tl.load(row_request + i_row * stride_rr).to(tl.int64)
-            n = tl.where((i_request >= 0) & (i_request < requests), n, 0)
-        p_row = scores + i_row * stride_r
-        p_out = out + i_row * stride_or
-        # The work lies in `if` and not in `else`: there Triton 3.6 forgets how tensors are aligned.
-        if n > k:
-            total = n
-            if n > CAP:
-                tl.debug_barrier()  # the list and the bits of the row before have been read
-                threshold = _guess(p_row, n, k, stride_n, SAMPLES)
-                _mark(p_row, p_bits, n, threshold, stride_n, CHUNK)
+    i_row = tl.program_id(0).to(tl.int64)
+    n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
+    p_scores = scores + i_row * stride_r
+    p_out = out + i_row * stride_or
+    # The work lies in `if` and not in `else`: there Triton 3.6 forgets how tensors are aligned.
+    if n > k:
+        if LEVELS == 0:
+            o_g = tl.arange(0, TOP // 16)
+            b_key, b_id, m = _members(p_scores, o_g, o_g * 16 < n, n, stride_n, 16)
+            _best(b_key, b_id, m, k, k, _lowest(b_key, m), p_out, stride_k, TOP)
+        else:
+            p_list = workspace + i_row * stride_w + stride_w - WIDE
+            p_level = workspace + i_row * stride_w
+            for i in tl.static_range(1, LEVELS):
+                p_level += segments * (SEGMENT // GROUP**i)
+            count = (n + GROUP**LEVELS - 1) // GROUP**LEVELS
+            o_t = tl.arange(0, TOP)
+            m = o_t < count
+            b_key = tl.load(p_level + o_t, mask=m, other=LOWEST)
+            least = tl.minimum(k, count)
+            floor = _best(b_key, o_t, m, least, k, _lowest(b_key, m), p_list, 1, TOP)
+            tl.debug_barrier()
+            o_w = tl.arange(0, WIDE)
+            for i in tl.static_range(1, LEVELS):
+                p_level -= segments * (SEGMENT // GROUP ** (LEVELS - i))
+                count = (n + GROUP ** (LEVELS - i) - 1) // GROUP ** (LEVELS - i)
+                b_group = tl.load(p_list + o_w, mask=o_w < least, other=0)
+                b_id = b_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                b_key = tl.load(p_level + b_id, mask=(o_w < least)[:, None], other=LOWEST)
+                m = (o_w < least)[:, None] & (b_id < count)
+                least = tl.minimum(k, count)
                 tl.debug_barrier()
-                words = (n + CHUNK - 1) // CHUNK * (CHUNK // 32)
-                total = _list(p_bits, p_ids, words, W, CAP)
-                if (total < k) | (total > CAP):
-                    if fallbacks is not None:
-                        tl.atomic_add(fallbacks, 1)
-                    tl.debug_barrier()
-                    _mark_exact(p_row, p_bits, n, k, stride_n, EXACT)
-                    tl.debug_barrier()
-                    total = _list(p_bits, p_ids, words, W, CAP)
+                floor = _best(b_key, b_id, m, least, k, floor, p_list, 1, WIDE * GROUP)
                 tl.debug_barrier()
-            _write_best(p_row, p_ids, n > CAP, p_out, total, k, stride_n, stride_k, CAP)
-        if n <= k:
-            for i_k in range(0, k, BK):
-                o_k = i_k + tl.arange(0, BK)
-                tl.store(p_out + o_k * stride_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
+            b_group = tl.load(p_list + o_w, mask=o_w < least, other=0)
+            b_key, b_id, m = _members(p_scores, b_group, o_w < least, n, stride_n, GROUP)
+            _best(b_key, b_id, m, k, k, floor, p_out, stride_k, WIDE * GROUP)
+    if n <= k:
+        for i_k in range(0, k, BK):
+            o_k = i_k + tl.arange(0, BK)
+            tl.store(p_out + o_k * stride_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
 
 
 # Counts change from step to step: none of their values may be compiled in. Whether rows are aligned is: it is what
 # loads of four scores are made by.
-kernel = triton.jit(
-    _kernel,
-    do_not_specialize=["R", "N", "k", "requests", "bit_words", "stride_v", "stride_rr", "stride_or"],
-    do_not_specialize_on_alignment=["visible", "row_request", "out"],
+STEPS = ["N", "k", "requests", "segments", "stride_v", "stride_rr"]
+INDICES = ["visible", "row_request"]
+maxima_kernel = triton.jit(_maxima_kernel, do_not_specialize=STEPS, do_not_specialize_on_alignment=INDICES)
+pick_kernel = triton.jit(
+    _pick_kernel, do_not_specialize=[*STEPS, "stride_or"], do_not_specialize_on_alignment=[*INDICES, "out"]
 )
+
+
+def _part(scores, visible, row_request, requests, out, workspace, config: Config) -> None:
+    (R, N), k = scores.shape, out.shape[1]
+    segments = _segments(N, config)
+    rows = (visible.stride(0), 0 if row_request is None else row_request.stride(0))
+    build = {"GROUP": config.group, "LEVELS": config.levels, "SEGMENT": config.segment}
+    if segments:
+        maxima_kernel[(R * segments,)](
+            scores, visible, row_request, workspace, N, k, requests, segments, *scores.stride(), *rows,
+            workspace.stride(0), **build, num_warps=config.segment_warps,
+        )  # fmt: skip
+    top = triton.next_power_of_2(max(16, triton.cdiv(N, config.group**config.levels)))
+    pick_kernel[(R,)](
+        scores, visible, row_request, out, workspace, N, k, requests, segments, *scores.stride(), *rows,
+        *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=triton.next_power_of_2(k),
+        BK=min(1024, triton.next_power_of_2(k)), num_warps=config.num_warps, maxnreg=config.maxnreg,
+    )  # fmt: skip
 
 
 def topk(
@@ -288,22 +281,21 @@ def topk(
     row_request: torch.Tensor | None = None,
     requests: int = 0,
     workspace: torch.Tensor | None = None,
-    fallbacks: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> None:
     """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`."""
     (R, N), k = scores.shape, out.shape[1]
     if R == 0:
         return
-    shape = Shape(R, N, k)
-    config = config or choose(shape, arch(scores.device))
+    config = config or choose(Shape(R, N, k), arch(scores.device))
+    words = row_words(N, k, config)
     if workspace is None:
-        workspace = torch.empty(workspace_words(shape, config), dtype=torch.int32, device=scores.device)
+        rows = max(1, min(R, WORKSPACE // (4 * words)))
+        workspace = torch.empty(rows * words, dtype=torch.int32, device=scores.device)
+    rows = workspace.numel() // words
+    workspace = workspace[: rows * words].view(rows, words)
     with current(scores.device):
-        kernel[(min(R, config.programs),)](
-            scores, visible, row_request, out, workspace, fallbacks, R, N, k, requests, _bit_words(N, config),
-            *scores.stride(), visible.stride(0), 0 if row_request is None else row_request.stride(0), *out.stride(),
-            CAP=config.capacity, SAMPLES=config.samples, CHUNK=config.chunk, W=config.words,
-            BK=min(1024, triton.next_power_of_2(k)),
-            **config.options,
-        )  # fmt: skip
+        for lo in range(0, R, rows):
+            part = slice(lo, lo + rows)
+            owner = None if row_request is None else row_request[part]
+            _part(scores[part], visible[part], owner, requests, out[part], workspace, config)
