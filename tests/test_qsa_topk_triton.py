@@ -1,5 +1,7 @@
 """`qsa_topk` and `qsa_select` on Triton, interpreted or on a GPU, against a plain sort and against the two ops."""
 
+import itertools
+
 import pytest
 import qsa_oracle as slow
 import torch
@@ -8,24 +10,22 @@ pytest.importorskip("triton")
 
 from thalweg import cases
 from thalweg.bench import check as checks
-from thalweg.qsa import library, qsa_score, qsa_select, qsa_topk, reference, score, select, topk
+from thalweg.qsa import library, qsa_score, qsa_select, qsa_topk, reference, select, topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = topk.Config(64, 64, 128, 16, 2, 4, "")  # lists of 64: rows of hundreds of blocks go the long way
+SMALL = topk.Config(4, 2, 64, 1, 4, "")  # rows of hundreds of blocks have groups and groups of groups
+HELD = topk.Config(4, 0, 64, 1, 4, "")  # a program holds the row
 
 
 def run(scores, visible, k, config=SMALL):
-    """Ids, and how many rows took the exact search."""
     out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
-    fallbacks = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    topk.topk(scores.to(DEVICE), torch.as_tensor(visible).to(DEVICE), out, fallbacks=fallbacks, config=config)
-    return out.cpu(), int(fallbacks)
+    topk.topk(scores.to(DEVICE), torch.as_tensor(visible).to(DEVICE), out, config=config)
+    return out.cpu()
 
 
 def check(scores, visible, k, config=SMALL):
-    ids, fallbacks = run(scores, visible, k, config)
+    ids = run(scores, visible, k, config)
     assert ids.tolist() == [slow.best(s, min(max(n, 0), len(s)), k) for s, n in zip(scores, visible)]
-    return fallbacks
 
 
 def hostile(law, R=4, N=300):
@@ -51,26 +51,38 @@ def on_gpu(*values):
 @pytest.mark.parametrize("law", ("plain", "equal", "growing", "doubled", "nan", "signed zeros",
                                  *on_gpu("relu", "clustered", "infinite", "crowded")))  # fmt: skip
 def test_b16_b17_b18_hostile_scores_are_exact(law):
-    """No candidate is dropped, NaN of either sign loses to every number, ties take the lower id; one pass or the exact
-    search; rows of one list and of several."""
-    fallbacks = check(hostile(law), [300, 200, 64, 17], 16)
-    assert fallbacks == (2 if law in ("equal", "infinite", "nan", "signed zeros") else fallbacks)
+    """No candidate is dropped, NaN of either sign loses to every number, ties take the lower id; rows that are held,
+    rows of groups, rows that end within a group, in fewer groups than k."""
+    for config in (SMALL, HELD) if law in ("nan", "equal") else (SMALL,):
+        check(hostile(law), [300, 201, 64, 17], 16, config)
 
 
-def test_counts_that_fit_a_list_and_rows_that_take_all():
+@pytest.mark.parametrize("config", (SMALL, HELD, topk.Config(2, 3, 16, 1, 4, "")), ids=("groups", "held", "pairs"))
+def test_budgets_and_rows_that_take_all(config):
     scores = torch.randn(5, 100).round(decimals=1)
-    check(scores, [100, 64, 33, 32, -3], 32)
-    check(scores[:2], [10**9, 65], 1)
-    check(scores[:2, :20], [20, 0], 40)
-    assert run(scores[:0], [], 4)[0].shape == (0, 4)
+    check(scores, [100, 64, 33, 32, -3], 32, config)
+    check(scores[:2], [10**9, 65], 1, config)
+    check(scores[:2], [99, 98], 97, config)
+    check(scores[:2, :20], [20, 0], 40, config)
+    assert run(scores[:0], [], 4, config).shape == (0, 4)
 
 
-def test_the_exact_search_spans_chunks():
-    """Ties over several of its steps: 1,024 scores each."""
-    scores = torch.zeros(1, 1100)
-    scores[0, 1050] = 1.0
-    scores[0, :500] = torch.nan
-    assert check(scores, [1100], 40) == 1
+def test_a_group_of_nan_comes_after_every_number_and_before_no_lower_one():
+    """Maxima of NaN alone, and of NaN and -inf: -inf counts as a number."""
+    scores = torch.full((2, 64), torch.nan)
+    scores[:, 40] = -torch.inf
+    scores[1, 62:] = 1.0
+    check(scores, [64, 63], 5)
+
+
+def test_rows_that_do_not_fit_the_workspace_together():
+    scores = torch.randn(5, 300)
+    out = torch.empty(5, 16, dtype=torch.int32, device=DEVICE)
+    words = topk.row_words(300, 16, SMALL)
+    workspace = torch.full((2 * words + 3,), -1, dtype=torch.int32, device=DEVICE)
+    visible = torch.full((5,), 300, device=DEVICE)
+    topk.topk(scores.to(DEVICE), visible, out, workspace=workspace, config=SMALL)
+    assert out.tolist() == [slow.best(s, 300, 16) for s in scores] and (workspace[-3:] == -1).all()
 
 
 def test_any_strides_and_index_types(monkeypatch):
@@ -136,20 +148,20 @@ def test_the_small_cases(id, monkeypatch):
 
 
 def test_b27_the_workspace_is_under_its_cap_at_every_context():
-    """Scores, bits and lists of the rows taken together; never less than one row."""
+    """Scores, maxima and lists of the rows taken together; never less than one row."""
     for context in (8192, 32768, 131072, 262144, 1 << 20):
         for k in (16, 512, 2048):
             N, config = context // 4, topk.choose(topk.Shape(4096, context // 4, k), "sm_90")
             rows = select.rows_at_once(4096, N, k, 64 << 20, config)
-            held = 4 * (rows * N + topk.workspace_words(topk.Shape(rows, N, k), config))
+            held = 4 * rows * (N + topk.row_words(N, k, config))
             assert held <= 64 << 20 and (rows == 4096 or rows < 64 or rows % 64 == 0) and rows > 1
     assert select.rows_at_once(4096, 65536, 512, 0, config) == 1
 
 
 def test_the_choice_of_a_configuration():
-    many, few = topk.Shape(4096, 65536, 512), topk.Shape(1, 32768, 512)
-    assert topk.choose(many, "sm_90").chunk < topk.choose(few, "sm_90").chunk
-    for k in (1, 512, 1365, 2048, 4096):
-        config = topk.choose(many._replace(k=k), "sm_90")
-        assert config.capacity >= 2 * k and topk.workspace_words(many._replace(k=k), config) < 1 << 25
-    assert score.RESIDENT["sm_90"] == 2 * 132
+    """What a program holds is bounded whatever the row, and a segment is cut into whole groups at every level."""
+    for rows, blocks, k in itertools.product((1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 26), (1, 512, 2048, 4096)):
+        config = topk.choose(topk.Shape(rows, blocks, k), "sm_90")
+        top = -(-blocks // config.group**config.levels)
+        assert max(top, config.group * k if config.levels else 0) <= topk.MOST_HELD
+        assert config.levels == 0 or config.segment % config.group**config.levels == 0

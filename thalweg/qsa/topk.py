@@ -1,15 +1,16 @@
 """The k best blocks of each row of scores, exact, ids ascending, by maxima of groups: time does not depend on the scores.
 
-Cut a row into groups of `group` consecutive blocks and rank the groups by their best score, the lower group first
-where these are equal. The k best blocks lie in the k first groups: a block outside them has k blocks before it, one in
-each. So, with groups of groups until few enough are left at the top:
+Cut a row into groups of consecutive blocks and rank the groups by their best score, the lower group first where these
+are equal. The k best blocks lie in the k first groups: a block outside them has k blocks before it, one in each. So,
+with a tree of groups, `fan` in each, up to where a program can hold a level:
 
-    maxima   the best score of every group of every level, in one pass over the scores
-    pick     a program a row: the k best groups of the top level, then the k best of their members, and so on down
+    maxima   the best score of every group of the levels from `stored` up, in one pass over the scores
+    pick     a program a row: the k best groups of the top level, then the k best of their members, and so on down.
+             Maxima of a level below `stored` are taken from the scores of the groups picked, 16 bytes at a time
 
 No score is guessed at, no list can overflow and there is no second way for hostile scores. What is compared is an
 integer of a score's order: -0.0 equals 0.0, NaN lies below everything. The k-th best of what a program holds is found
-by interpolation between counts. Rows with at most k blocks take all of them and read no score.
+by counting. Rows with at most k blocks take all of them and read no score.
 
     scores       [R, N] float32, any strides
     visible      [R] int32 or int64; clipped to [0, N]; row_request [R], if given: rows out of range see nothing
@@ -30,8 +31,7 @@ from thalweg.device import arch, current
 
 LOWEST = tl.constexpr(-(2**31))
 WORKSPACE = 96 << 20  # bytes; 4,096 rows of 65,536 blocks take 75 MB
-HELD = 8192  # values of a row that a program holds
-MOST_HELD = 16384  # where k asks for it
+HELD = 2048  # nodes of a row that a program holds; four times k where that is more
 
 
 class Shape(NamedTuple):
@@ -44,36 +44,40 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    group: int
-    levels: int  # of groups; 0: a program holds the row
-    segment: int  # scores a program of `maxima`; a power of group or a multiple of it
-    segment_warps: int
+    """Level i has groups of fan**i blocks; level 0 are the scores."""
+
+    fan: int
+    levels: int  # the top one
+    stored: int  # the lowest one whose maxima are stored: 1 or 2
+    segment: int  # scores a program of `maxima`; a multiple of the top's groups
     num_warps: int
     reason: str = field(compare=False)
+    segment_warps: int = 4
     maxnreg: int | None = None
 
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device."""
-    wide = triton.next_power_of_2(shape.k)
-    held = HELD if 4 * wide <= HELD else MOST_HELD
-    group = min(64, max(2, held // wide))
+    few = shape.rows <= 132
+    fan = 16 if few and shape.k <= 512 else 4
+    held = max(HELD, 4 * triton.next_power_of_2(shape.k))
     levels, top = 0, shape.blocks
     while top > held:
-        levels, top = levels + 1, triton.cdiv(top, group)
-    if shape.rows <= 132:
-        return Config(group, levels, max(1024, group**levels), 4, 16, "few rows: a multiprocessor each")
-    return Config(group, levels, max(4096, group**levels), 4, 8, "many rows: several a multiprocessor")
+        levels, top = levels + 1, triton.cdiv(top, fan)
+    if few:
+        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan**levels), 8, "few rows: a multiprocessor each")
+    return Config(fan, levels, 2, max(4096, fan**levels), 2, "many rows: programs of few warps, many of them")
 
 
 def _segments(blocks: int, config: Config) -> int:
-    return triton.cdiv(blocks, config.segment) if config.levels else 0
+    return triton.cdiv(blocks, config.segment) if config.levels >= config.stored else 0
 
 
 def row_words(blocks: int, k: int, config: Config) -> int:
-    """int32 words of workspace a row: the maxima of all levels, and the groups picked last."""
-    maxima = sum(_segments(blocks, config) * config.segment // config.group**i for i in range(1, config.levels + 1))
-    return triton.cdiv(maxima, 4) * 4 + triton.next_power_of_2(k)
+    """int32 words of workspace a row: the maxima of the stored levels, and the groups picked last."""
+    levels = range(config.stored, config.levels + 1)
+    maxima = _segments(blocks, config) * sum(config.segment // config.fan**i for i in levels)
+    return triton.cdiv(maxima, 16) * 16 + max(16, triton.next_power_of_2(k))
 
 
 @triton.jit
@@ -94,21 +98,22 @@ def _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr):
 
 
 @triton.jit
-def _put_maxima(b_x, p_maxima, i_segment, segments, GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr):
+def _put_maxima(b_x, p_maxima, i_segment, segments, FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr,
+                SEGMENT: tl.constexpr):  # fmt: skip
     """Stores the maxima of a segment, level behind level. NaN gives way to any number in a maximum."""
-    b_max = b_x
-    for i in tl.static_range(1, LEVELS + 1):
-        b_max = tl.max(tl.reshape(b_max, [SEGMENT // GROUP**i, GROUP]), 1)
-        p_level = p_maxima + i_segment * (SEGMENT // GROUP**i)
-        tl.store(p_level + tl.arange(0, SEGMENT // GROUP**i), _order(b_max))
-        p_maxima += segments * (SEGMENT // GROUP**i)
+    b_max = tl.max(tl.reshape(b_x, [SEGMENT // FAN**STORED, FAN**STORED]), 1)
+    for i in tl.static_range(STORED, LEVELS + 1):
+        if i > STORED:
+            b_max = tl.max(tl.reshape(b_max, [SEGMENT // FAN**i, FAN]), 1)
+        tl.store(p_maxima + i_segment * (SEGMENT // FAN**i) + tl.arange(0, SEGMENT // FAN**i), b_max)
+        p_maxima += segments * (SEGMENT // FAN**i)
 
 
 def _maxima_kernel(
     scores, visible, row_request, workspace,
     N, k, requests, segments,
     stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_w: tl.int64,
-    GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr,
+    FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     i_row = (tl.program_id(0) // segments).to(tl.int64)
     i_segment = tl.program_id(0) % segments
@@ -116,83 +121,111 @@ def _maxima_kernel(
     i_n = i_segment * SEGMENT
     if (n > k) & (i_n < n):
         p_x = scores + i_row * stride_r + (i_n + tl.arange(0, SEGMENT)) * stride_n
-        p_maxima = workspace + i_row * stride_w
+        p_maxima = (workspace + i_row * stride_w).to(tl.pointer_type(tl.float32), bitcast=True)
         # Not `if` and `else`: in `else` Triton 3.6 forgets how tensors are aligned.
         if i_n + SEGMENT <= n:
-            _put_maxima(tl.load(p_x), p_maxima, i_segment, segments, GROUP, LEVELS, SEGMENT)
+            _put_maxima(tl.load(p_x), p_maxima, i_segment, segments, FAN, STORED, LEVELS, SEGMENT)
         if i_n + SEGMENT > n:
             b_x = tl.load(p_x, mask=i_n + tl.arange(0, SEGMENT) < n, other=float("nan"))
-            _put_maxima(b_x, p_maxima, i_segment, segments, GROUP, LEVELS, SEGMENT)
+            _put_maxima(b_x, p_maxima, i_segment, segments, FAN, STORED, LEVELS, SEGMENT)
 
 
 @triton.jit
-def _search(b_key, least, low, n_low, high, first):
-    """The greatest c in [low, high) that `least` keys reach, or the first found that exactly `least` of them do.
+def _search(b_key, least, low, n_low, high, c):
+    """The greatest key in [low, high) that `least` keys reach, or one found that exactly `least` of them do; how many
+    reach it.
 
-    n_low keys reach low, none reaches high; `first` is looked at first. Then a step is taken where the logarithm of the
-    count would meet `least` on a straight line, right for the tail of most distributions; every third step halves what
-    is left, so that the worst case is that of bisection.
+    n_low keys reach low, at least `least`; none reaches high. c is looked at first, then where the line through the
+    last two points meets `least`, on the logarithm of the count: right for the tail of most distributions. Every fourth
+    time low is raised to the lowest key that reaches it, and the next key tried (equal scores end there), or what is
+    left is halved: that bounds the worst case.
     """
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
-    n_low = n_low.to(tl.float32)
-    n_high = n_low * 0.0 + 0.5
+    goal = tl.log2(least.to(tl.float32))
+    x_last = low
+    y_last = tl.log2(n_low.to(tl.float32))
     i_step = least * 0
-    goal = least.to(tl.float32)
-    c = first.to(tl.int64)
-    while (low + 1 < high) & (n_low != goal):
-        c = tl.minimum(tl.maximum(c, low + 1), high - 1)
-        n = tl.sum((b_key >= c.to(tl.int32)).to(tl.int32))
+    gap = (high - low).to(tl.uint32)
+    off = (c - low).to(tl.uint32)
+    while (n_low != least) & (gap > 1):
+        if i_step % 4 == 3:
+            off = gap // 2
+            if i_step % 8 == 3:
+                lowest = tl.min(tl.where(b_key >= low, b_key, 0x7FFFFFFF))
+                gap -= (lowest - low).to(tl.uint32)
+                low = lowest
+                off = off * 0 + 1
+        c = low + tl.minimum(tl.maximum(off, 1), tl.maximum(gap, 2) - 1).to(tl.int32)
+        n = tl.sum((b_key >= c).to(tl.int32))
         reached = n >= least
-        high = tl.where(reached, high, c)
+        y = tl.log2(tl.maximum(n.to(tl.float32), 0.5))
+        way = (goal - y) * (c - x_last).to(tl.float32) / (y - y_last)
+        x_last = c
+        y_last = y
+        gap = tl.where(reached, gap - (c - low).to(tl.uint32), (c - low).to(tl.uint32))
         low = tl.where(reached, c, low)
-        n_low = tl.where(reached, n.to(tl.float32), n_low)
-        n_high = tl.where(reached, n_high, tl.maximum(n.to(tl.float32), 0.5))
-        part = tl.log(n_low / goal) / tl.log(n_low / n_high)
-        part = tl.where(i_step % 3 == 2, 0.5, tl.minimum(tl.maximum(part, 0.0), 1.0))
-        c = low + ((high - low).to(tl.float32) * part).to(tl.int64)
+        n_low = tl.where(reached, n, n_low)
+        width = gap.to(tl.float32)
+        way = tl.where(reached, way, width + way)
+        off = tl.where((way >= 0.0) & (way <= width), way, 0.5 * width).to(tl.uint32)
         i_step += 1
-    return low.to(tl.int32)
+    return low, n_low
 
 
 @triton.jit
-def _best(b_key, b_id, m, least, k, floor, p_out, stride, SIZE: tl.constexpr):
-    """Writes the ids of the `least` best of the keys where m, in their order; at least so many of them reach floor.
+def _first(least, low, n_low, high):
+    """A first key for `_search`, on a line to half a key at high."""
+    part = tl.log2(n_low.to(tl.float32) / least.to(tl.float32)) / tl.log2(2.0 * n_low.to(tl.float32))
+    return low + ((high - low).to(tl.uint32).to(tl.float32) * part).to(tl.uint32).to(tl.int32)
 
-    Returns a key that at least k of the blocks in what was written reach.
-    """
-    b_key = tl.reshape(tl.where(m, b_key, LOWEST), [SIZE])
+
+@triton.jit
+def _gumbel(b_x, m, least, count, SIZE: tl.constexpr):
+    """Where `least` of `count` maxima would be reached if their mean and deviation were those of a Gumbel law."""
+    b_x = tl.reshape(tl.where(m, b_x, 0.0), [SIZE])
+    size = count.to(tl.float32)
+    mean = tl.sum(b_x) / size
+    deviation = tl.sqrt(tl.maximum(tl.sum(b_x * b_x) / size - mean * mean, 0.0))
+    part = tl.minimum(least.to(tl.float32) / size, 0.999)
+    place = -tl.log2(-tl.log2(1.0 - part) * 0.6931) * 0.6931 - 0.5772
+    return _order(mean + 0.7797 * place * deviation)
+
+
+@triton.jit
+def _put_best(b_key, b_id, m, least, low, n_low, high, c, p_out, stride, SIZE: tl.constexpr):
+    """Writes the ids of the `least` best of the keys where m, in their order. Returns a key that all of them reach."""
+    b_key = tl.reshape(b_key, [SIZE])
     b_id = tl.reshape(b_id, [SIZE])
     m = tl.reshape(m, [SIZE])
-    n_low = tl.sum((m & (b_key >= floor)).to(tl.int32))
-    b_mean = tl.sum(tl.where(b_key >= floor, b_key, 0).to(tl.float32)) / n_low
-    low = _search(b_key, least, floor, n_low, tl.max(b_key).to(tl.int64) + 1, b_mean)
+    low, n_low = _search(b_key, least, low, n_low, high, c)
     b_take = m & (b_key >= low)
-    extra = tl.sum(b_take.to(tl.int32)) - least
-    if extra > 0:  # of those equal to the last one the first are taken
+    if n_low > least:  # of those equal to the last one the first are taken
         b_equal = (m & (b_key == low)).to(tl.int32)
-        b_take = b_take & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= tl.sum(b_equal) - extra))
+        b_take = b_take & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= tl.sum(b_equal) - (n_low - least)))
     b_at = tl.cumsum(b_take.to(tl.int32), 0) - 1
     tl.store(p_out + b_at * stride, b_id, mask=b_take)
-    return tl.where(least < k, LOWEST, low)
+    return low
 
 
 @triton.jit
-def _lowest(b_key, m):
-    return tl.min(tl.reshape(tl.where(m, b_key, 0x7FFFFFFF), [b_key.numel]))
+def _nodes(p_scores, p_level, b_id, m, n, stride, FAN: tl.constexpr, STORED: tl.constexpr, LEVEL: tl.constexpr):
+    """Best scores of the groups b_id of a level, where m; p_level: its maxima, if they are stored."""
+    if LEVEL == 0:
+        b_x = tl.load(p_scores + b_id * stride, mask=m, other=float("nan"))
+    elif LEVEL < STORED:
+        b_x = tl.load(p_scores + b_id * FAN * stride, mask=m, other=float("nan"))
+        for i in tl.static_range(1, FAN):
+            m_x = m & (b_id * FAN + i < n)
+            b_x = tl.maximum(b_x, tl.load(p_scores + (b_id * FAN + i) * stride, mask=m_x, other=float("nan")))
+    else:
+        b_x = tl.load(p_level + b_id, mask=m, other=float("nan"))
+    return b_x
 
 
 @triton.jit
-def _members(p_scores, b_group, m_group, n, stride, GROUP: tl.constexpr):
-    """Keys and ids `[groups, GROUP]` of the scores in groups, and which of them there are: the last may be short."""
-    o_g = tl.arange(0, GROUP)
-    b_id = b_group[:, None] * GROUP + o_g[None, :]
-    m_whole = m_group & (b_group * GROUP + GROUP <= n)  # one mask a group, so that a group is loaded whole
-    b_x = tl.load(p_scores + b_id * stride, mask=m_whole[:, None], other=float("nan"))
-    last = n // GROUP
-    b_last = tl.load(p_scores + (last * GROUP + o_g) * stride, mask=last * GROUP + o_g < n, other=float("nan"))
-    b_x = tl.where((b_group == last)[:, None], b_last[None, :], b_x)
-    return _order(b_x), b_id, m_group[:, None] & (b_id < n)
+def _level(p_stored, segments, FAN: tl.constexpr, STORED: tl.constexpr, LEVEL: tl.constexpr, SEGMENT: tl.constexpr):
+    for i in tl.static_range(STORED, LEVEL):
+        p_stored += segments * (SEGMENT // FAN**i)
+    return p_stored
 
 
 def _pick_kernel(
@@ -200,46 +233,49 @@ def _pick_kernel(
     N, k, requests, segments,
     stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_or: tl.int64, stride_k,
     stride_w: tl.int64,
-    GROUP: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr, TOP: tl.constexpr, WIDE: tl.constexpr,
-    BK: tl.constexpr,
+    FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr, TOP: tl.constexpr,
+    WIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
-    p_scores = scores + i_row * stride_r
+    p_x = scores + i_row * stride_r
     p_out = out + i_row * stride_or
-    # The work lies in `if` and not in `else`: there Triton 3.6 forgets how tensors are aligned.
     if n > k:
+        p_stored = (workspace + i_row * stride_w).to(tl.pointer_type(tl.float32), bitcast=True)
+        p_list = workspace + (i_row + 1) * stride_w - WIDE
+        count = (n + FAN**LEVELS - 1) // FAN**LEVELS
+        b_id = tl.arange(0, TOP)
+        m = b_id < count
+        p_level = _level(p_stored, segments, FAN, STORED, LEVELS, SEGMENT)
+        b_x = _nodes(p_x, p_level, b_id, m, n, stride_n, FAN, STORED, LEVELS)
+        b_key = _order(b_x)
+        least = tl.minimum(k, count)
+        c = _gumbel(b_x, m, least, count, TOP)
+        low = tl.min(tl.where(m, b_key, 0x7FFFFFFF))
+        high = tl.max(b_key) + 1
+        c = tl.minimum(tl.maximum(c, low), high)
         if LEVELS == 0:
-            o_g = tl.arange(0, TOP // 16)
-            b_key, b_id, m = _members(p_scores, o_g, o_g * 16 < n, n, stride_n, 16)
-            _best(b_key, b_id, m, k, k, _lowest(b_key, m), p_out, stride_k, TOP)
+            _put_best(b_key, b_id, m, least, low, count, high, c, p_out, stride_k, TOP)
         else:
-            p_list = workspace + i_row * stride_w + stride_w - WIDE
-            p_level = workspace + i_row * stride_w
-            for i in tl.static_range(1, LEVELS):
-                p_level += segments * (SEGMENT // GROUP**i)
-            count = (n + GROUP**LEVELS - 1) // GROUP**LEVELS
-            o_t = tl.arange(0, TOP)
-            m = o_t < count
-            b_key = tl.load(p_level + o_t, mask=m, other=LOWEST)
-            least = tl.minimum(k, count)
-            floor = _best(b_key, o_t, m, least, k, _lowest(b_key, m), p_list, 1, TOP)
-            tl.debug_barrier()
-            o_w = tl.arange(0, WIDE)
-            for i in tl.static_range(1, LEVELS):
-                p_level -= segments * (SEGMENT // GROUP ** (LEVELS - i))
-                count = (n + GROUP ** (LEVELS - i) - 1) // GROUP ** (LEVELS - i)
-                b_group = tl.load(p_list + o_w, mask=o_w < least, other=0)
-                b_id = b_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-                b_key = tl.load(p_level + b_id, mask=(o_w < least)[:, None], other=LOWEST)
-                m = (o_w < least)[:, None] & (b_id < count)
-                least = tl.minimum(k, count)
-                tl.debug_barrier()
-                floor = _best(b_key, b_id, m, least, k, floor, p_list, 1, WIDE * GROUP)
-                tl.debug_barrier()
+            low = _put_best(b_key, b_id, m, least, low, count, high, c, p_list, 1, TOP)
+        o_w = tl.arange(0, WIDE)
+        for i in tl.static_range(1, LEVELS + 1):
+            tl.debug_barrier()  # the list is whole
+            low = tl.where(least < k, LOWEST, low)  # at least k keys of this level reach it
             b_group = tl.load(p_list + o_w, mask=o_w < least, other=0)
-            b_key, b_id, m = _members(p_scores, b_group, o_w < least, n, stride_n, GROUP)
-            _best(b_key, b_id, m, k, k, floor, p_out, stride_k, WIDE * GROUP)
+            count = (n + FAN ** (LEVELS - i) - 1) // FAN ** (LEVELS - i)
+            b_id = b_group[:, None] * FAN + tl.arange(0, FAN)[None, :]
+            m = (o_w < least)[:, None] & (b_id < count)
+            p_level = _level(p_stored, segments, FAN, STORED, LEVELS - i, SEGMENT)
+            b_key = _order(_nodes(p_x, p_level, b_id, m, n, stride_n, FAN, STORED, LEVELS - i))
+            least = tl.minimum(k, count)
+            n_low = tl.sum(tl.reshape((m & (b_key >= low)).to(tl.int32), [WIDE * FAN]))
+            c = _first(least, low, n_low, high)
+            if i < LEVELS:
+                tl.debug_barrier()  # the list has been read
+                low = _put_best(b_key, b_id, m, least, low, n_low, high, c, p_list, 1, WIDE * FAN)
+            else:
+                _put_best(b_key, b_id, m, least, low, n_low, high, c, p_out, stride_k, WIDE * FAN)
     if n <= k:
         for i_k in range(0, k, BK):
             o_k = i_k + tl.arange(0, BK)
@@ -260,16 +296,16 @@ def _part(scores, visible, row_request, requests, out, workspace, config: Config
     (R, N), k = scores.shape, out.shape[1]
     segments = _segments(N, config)
     rows = (visible.stride(0), 0 if row_request is None else row_request.stride(0))
-    build = {"GROUP": config.group, "LEVELS": config.levels, "SEGMENT": config.segment}
+    build = {"FAN": config.fan, "STORED": config.stored, "LEVELS": config.levels, "SEGMENT": config.segment}
     if segments:
         maxima_kernel[(R * segments,)](
             scores, visible, row_request, workspace, N, k, requests, segments, *scores.stride(), *rows,
             workspace.stride(0), **build, num_warps=config.segment_warps,
         )  # fmt: skip
-    top = triton.next_power_of_2(max(16, triton.cdiv(N, config.group**config.levels)))
+    top = triton.next_power_of_2(max(16, triton.cdiv(N, config.fan**config.levels)))
     pick_kernel[(R,)](
         scores, visible, row_request, out, workspace, N, k, requests, segments, *scores.stride(), *rows,
-        *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=triton.next_power_of_2(k),
+        *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=max(16, triton.next_power_of_2(k)),
         BK=min(1024, triton.next_power_of_2(k)), num_warps=config.num_warps, maxnreg=config.maxnreg,
     )  # fmt: skip
 
