@@ -13,8 +13,8 @@ from thalweg.bench import check as checks
 from thalweg.qsa import library, qsa_score, qsa_select, qsa_topk, reference, select, topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = topk.Config(4, 2, 64, 1, 4, "")  # rows of hundreds of blocks have groups and groups of groups
-HELD = topk.Config(4, 0, 64, 1, 4, "")  # a program holds the row
+SMALL = topk.Config(4, 3, 2, 256, 4, "")  # rows of hundreds of blocks have groups and groups of groups
+HELD = topk.Config(4, 1, 2, 256, 4, "")  # a program holds the row
 
 
 def run(scores, visible, k, config=SMALL):
@@ -57,7 +57,7 @@ def test_b16_b17_b18_hostile_scores_are_exact(law):
         check(hostile(law), [300, 201, 64, 17], 16, config)
 
 
-@pytest.mark.parametrize("config", (SMALL, HELD, topk.Config(2, 3, 16, 1, 4, "")), ids=("groups", "held", "pairs"))
+@pytest.mark.parametrize("config", (SMALL, HELD, topk.Config(16, 1, 1, 256, 1, "")), ids=("groups", "held", "wide"))
 def test_budgets_and_rows_that_take_all(config):
     scores = torch.randn(5, 100).round(decimals=1)
     check(scores, [100, 64, 33, 32, -3], 32, config)
@@ -162,6 +162,5 @@ def test_the_choice_of_a_configuration():
     """What a program holds is bounded whatever the row, and a segment is cut into whole groups at every level."""
     for rows, blocks, k in itertools.product((1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 26), (1, 512, 2048, 4096)):
         config = topk.choose(topk.Shape(rows, blocks, k), "sm_90")
-        top = -(-blocks // config.group**config.levels)
-        assert max(top, config.group * k if config.levels else 0) <= topk.MOST_HELD
-        assert config.levels == 0 or config.segment % config.group**config.levels == 0
+        assert -(-blocks // config.fan**config.levels) <= max(topk.HELD, 8 * k) and config.fan * k <= 16384
+        assert config.segment % config.fan ** (config.levels + 1) == 0 and config.segment <= 16384

@@ -65,8 +65,8 @@ def choose(shape: Shape, device: str) -> Config:
     while top > held:
         levels, top = levels + 1, triton.cdiv(top, fan)
     if few:
-        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan**levels), 8, "few rows: a multiprocessor each")
-    return Config(fan, levels, 2, max(4096, fan**levels), 2, "many rows: programs of few warps, many of them")
+        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan ** (levels + 1)), 8, "few rows: a multiprocessor each")
+    return Config(fan, levels, 2, max(4096, fan ** (levels + 1)), 2, "many rows: programs of few warps, many of them")
 
 
 def _segments(blocks: int, config: Config) -> int:
@@ -81,10 +81,17 @@ def row_words(blocks: int, k: int, config: Config) -> int:
 
 
 @triton.jit
-def _order(b_x):
-    """float32 as int32 of the same order; NaN lowest."""
+def _order(b_x, m):
+    """float32 as int32 of the same order: NaN below every number, what is not there (m false) below NaN."""
     b_i = (b_x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(b_x == b_x, b_i ^ ((b_i >> 31) & 0x7FFFFFFF), LOWEST)
+    b_i = tl.where(b_x == b_x, b_i ^ ((b_i >> 31) & 0x7FFFFFFF), LOWEST + 1)
+    return tl.where(m, b_i, LOWEST)
+
+
+@triton.jit
+def _log2(x):
+    """log2 of a positive float to 0.09: its exponent, and its fraction as if that were a logarithm."""
+    return (x.to(tl.int32, bitcast=True) - 0x3F800000).to(tl.float32) * (1.0 / 8388608)
 
 
 @triton.jit
@@ -140,9 +147,9 @@ def _search(b_key, least, low, n_low, high, c):
     time low is raised to the lowest key that reaches it, and the next key tried (equal scores end there), or what is
     left is halved: that bounds the worst case.
     """
-    goal = tl.log2(least.to(tl.float32))
+    goal = _log2(least.to(tl.float32))
     x_last = low
-    y_last = tl.log2(n_low.to(tl.float32))
+    y_last = _log2(n_low.to(tl.float32))
     i_step = least * 0
     gap = (high - low).to(tl.uint32)
     off = (c - low).to(tl.uint32)
@@ -157,7 +164,7 @@ def _search(b_key, least, low, n_low, high, c):
         c = low + tl.minimum(tl.maximum(off, 1), tl.maximum(gap, 2) - 1).to(tl.int32)
         n = tl.sum((b_key >= c).to(tl.int32))
         reached = n >= least
-        y = tl.log2(tl.maximum(n.to(tl.float32), 0.5))
+        y = _log2(tl.maximum(n.to(tl.float32), 0.5))
         way = (goal - y) * (c - x_last).to(tl.float32) / (y - y_last)
         x_last = c
         y_last = y
@@ -174,51 +181,94 @@ def _search(b_key, least, low, n_low, high, c):
 @triton.jit
 def _first(least, low, n_low, high):
     """A first key for `_search`, on a line to half a key at high."""
-    part = tl.log2(n_low.to(tl.float32) / least.to(tl.float32)) / tl.log2(2.0 * n_low.to(tl.float32))
+    part = _log2(n_low.to(tl.float32) / least.to(tl.float32)) / _log2(2.0 * n_low.to(tl.float32))
     return low + ((high - low).to(tl.uint32).to(tl.float32) * part).to(tl.uint32).to(tl.int32)
 
 
 @triton.jit
-def _gumbel(b_x, m, least, count, SIZE: tl.constexpr):
+def _gumbel(b_x, least, count):
     """Where `least` of `count` maxima would be reached if their mean and deviation were those of a Gumbel law."""
-    b_x = tl.reshape(tl.where(m, b_x, 0.0), [SIZE])
+    b_x = tl.where(b_x == b_x, b_x, 0.0)
     size = count.to(tl.float32)
     mean = tl.sum(b_x) / size
     deviation = tl.sqrt(tl.maximum(tl.sum(b_x * b_x) / size - mean * mean, 0.0))
     part = tl.minimum(least.to(tl.float32) / size, 0.999)
-    place = -tl.log2(-tl.log2(1.0 - part) * 0.6931) * 0.6931 - 0.5772
-    return _order(mean + 0.7797 * place * deviation)
+    place = -_log2(-_log2(1.0 - part) * 0.6931) * 0.6931 - 0.5772
+    c = mean + 0.7797 * place * deviation
+    return _order(c, c == c)
 
 
 @triton.jit
-def _put_best(b_key, b_id, m, least, low, n_low, high, c, p_out, stride, SIZE: tl.constexpr):
-    """Writes the ids of the `least` best of the keys where m, in their order. Returns a key that all of them reach."""
-    b_key = tl.reshape(b_key, [SIZE])
-    b_id = tl.reshape(b_id, [SIZE])
-    m = tl.reshape(m, [SIZE])
+def _quads(b_flag, SIZE: tl.constexpr):
+    """Flags `[SIZE]` as four int32 tensors `[SIZE / 4]`, of the first, second, third and fourth of each four."""
+    b_even, b_odd = tl.split(tl.reshape(b_flag.to(tl.int32), [SIZE // 4, 2, 2]))
+    b_0, b_2 = tl.split(b_even)
+    b_1, b_3 = tl.split(b_odd)
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def _before(b_0, b_1, b_2, b_3):
+    """How many flags are set before each four."""
+    b_n = b_0 + b_1 + b_2 + b_3
+    return tl.cumsum(b_n, 0) - b_n
+
+
+@triton.jit
+def _put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride, SIZE: tl.constexpr):
+    """Writes the ids of the `least` best keys in their order. Returns a key that all of them reach.
+
+    Keys come in fours of consecutive ids from b_first `[SIZE / 4]` on: a lane has a four, which makes counting cheap.
+    """
     low, n_low = _search(b_key, least, low, n_low, high, c)
-    b_take = m & (b_key >= low)
+    b_0, b_1, b_2, b_3 = _quads(b_key >= low, SIZE)
     if n_low > least:  # of those equal to the last one the first are taken
-        b_equal = (m & (b_key == low)).to(tl.int32)
-        b_take = b_take & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= tl.sum(b_equal) - (n_low - least)))
-    b_at = tl.cumsum(b_take.to(tl.int32), 0) - 1
-    tl.store(p_out + b_at * stride, b_id, mask=b_take)
+        b_e0, b_e1, b_e2, b_e3 = _quads(b_key == low, SIZE)
+        b_left = tl.sum(b_e0 + b_e1 + b_e2 + b_e3) - (n_low - least) - _before(b_e0, b_e1, b_e2, b_e3)
+        b_0 = tl.where((b_e0 > 0) & (b_left <= 0), 0, b_0)
+        b_1 = tl.where((b_e1 > 0) & (b_left <= b_e0), 0, b_1)
+        b_2 = tl.where((b_e2 > 0) & (b_left <= b_e0 + b_e1), 0, b_2)
+        b_3 = tl.where((b_e3 > 0) & (b_left <= b_e0 + b_e1 + b_e2), 0, b_3)
+    b_at = _before(b_0, b_1, b_2, b_3)
+    tl.store(p_out + b_at * stride, b_first, mask=b_0 > 0)
+    tl.store(p_out + (b_at + b_0) * stride, b_first + 1, mask=b_1 > 0)
+    tl.store(p_out + (b_at + b_0 + b_1) * stride, b_first + 2, mask=b_2 > 0)
+    tl.store(p_out + (b_at + b_0 + b_1 + b_2) * stride, b_first + 3, mask=b_3 > 0)
     return low
 
 
 @triton.jit
-def _nodes(p_scores, p_level, b_id, m, n, stride, FAN: tl.constexpr, STORED: tl.constexpr, LEVEL: tl.constexpr):
-    """Best scores of the groups b_id of a level, where m; p_level: its maxima, if they are stored."""
-    if LEVEL == 0:
-        b_x = tl.load(p_scores + b_id * stride, mask=m, other=float("nan"))
-    elif LEVEL < STORED:
-        b_x = tl.load(p_scores + b_id * FAN * stride, mask=m, other=float("nan"))
-        for i in tl.static_range(1, FAN):
-            m_x = m & (b_id * FAN + i < n)
-            b_x = tl.maximum(b_x, tl.load(p_scores + (b_id * FAN + i) * stride, mask=m_x, other=float("nan")))
-    else:
-        b_x = tl.load(p_level + b_id, mask=m, other=float("nan"))
-    return b_x
+def _members(p_x, b_group, m_group, n, stride, SPAN: tl.constexpr, FIRST: tl.constexpr, FAN: tl.constexpr):
+    """Scores `[groups, FAN]` of groups of SPAN blocks, those from block FIRST of each on. NaN past n.
+
+    Groups are loaded whole, with a mask a group, so that four scores are one load; the last one, which may be short, by
+    itself.
+    """
+    o_f = FIRST + tl.arange(0, FAN)
+    last = n // SPAN
+    o_x = b_group[:, None] * SPAN + o_f[None, :]
+    b_x = tl.load(p_x + o_x * stride, mask=(m_group & (b_group < last))[:, None], other=float("nan"))
+    b_last = tl.load(p_x + (last * SPAN + o_f) * stride, mask=last * SPAN + o_f < n, other=float("nan"))
+    return tl.where((m_group & (b_group == last))[:, None], b_last[None, :], b_x)
+
+
+@triton.jit
+def _nodes(p_x, p_level, b_group, m_group, n, stride, STORED: tl.constexpr, LEVEL: tl.constexpr, FAN: tl.constexpr,
+           SIZE: tl.constexpr):  # fmt: skip
+    """Best scores `[SIZE]` of the members, on a level, of groups of the level above; p_level: its stored maxima."""
+    if LEVEL >= STORED:  # NaN behind the row's last maximum
+        o_f = tl.arange(0, FAN)
+        b_x = tl.load(p_level + (b_group[:, None] * FAN + o_f[None, :]), mask=m_group[:, None], other=float("nan"))
+    elif LEVEL == 0:
+        b_x = _members(p_x, b_group, m_group, n, stride, FAN, 0, FAN)
+    else:  # joined like this a lane has the four members of a group
+        tl.static_assert(FAN == 4 and LEVEL == 1)
+        b_0 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 0, 4), 1)
+        b_1 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 4, 4), 1)
+        b_2 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 8, 4), 1)
+        b_3 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 12, 4), 1)
+        b_x = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
+    return tl.reshape(b_x, [SIZE])
 
 
 @triton.jit
@@ -244,38 +294,40 @@ def _pick_kernel(
         p_stored = (workspace + i_row * stride_w).to(tl.pointer_type(tl.float32), bitcast=True)
         p_list = workspace + (i_row + 1) * stride_w - WIDE
         count = (n + FAN**LEVELS - 1) // FAN**LEVELS
+        b_group = tl.arange(0, TOP // FAN)
         b_id = tl.arange(0, TOP)
-        m = b_id < count
         p_level = _level(p_stored, segments, FAN, STORED, LEVELS, SEGMENT)
-        b_x = _nodes(p_x, p_level, b_id, m, n, stride_n, FAN, STORED, LEVELS)
-        b_key = _order(b_x)
+        b_x = _nodes(p_x, p_level, b_group, b_group * FAN < count, n, stride_n, STORED, LEVELS, FAN, TOP)
+        b_key = _order(b_x, b_id < count)
         least = tl.minimum(k, count)
-        c = _gumbel(b_x, m, least, count, TOP)
-        low = tl.min(tl.where(m, b_key, 0x7FFFFFFF))
+        low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
         high = tl.max(b_key) + 1
-        c = tl.minimum(tl.maximum(c, low), high)
+        c = tl.minimum(tl.maximum(_gumbel(b_x, least, count), low), high)
         if LEVELS == 0:
-            _put_best(b_key, b_id, m, least, low, count, high, c, p_out, stride_k, TOP)
+            _put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_out, stride_k, TOP)
         else:
-            low = _put_best(b_key, b_id, m, least, low, count, high, c, p_list, 1, TOP)
+            low = _put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_list, 1, TOP)
         o_w = tl.arange(0, WIDE)
         for i in tl.static_range(1, LEVELS + 1):
             tl.debug_barrier()  # the list is whole
-            low = tl.where(least < k, LOWEST, low)  # at least k keys of this level reach it
-            b_group = tl.load(p_list + o_w, mask=o_w < least, other=0)
+            low = tl.where(least < k, LOWEST + 1, low)  # at least k keys of this level reach it
+            m_group = o_w < least
+            b_group = tl.load(p_list + o_w, mask=m_group, other=0)
             count = (n + FAN ** (LEVELS - i) - 1) // FAN ** (LEVELS - i)
             b_id = b_group[:, None] * FAN + tl.arange(0, FAN)[None, :]
-            m = (o_w < least)[:, None] & (b_id < count)
+            m = tl.reshape(m_group[:, None] & (b_id < count), [WIDE * FAN])
+            b_first = tl.reshape(b_group[:, None] * FAN + tl.arange(0, FAN // 4)[None, :] * 4, [WIDE * FAN // 4])
             p_level = _level(p_stored, segments, FAN, STORED, LEVELS - i, SEGMENT)
-            b_key = _order(_nodes(p_x, p_level, b_id, m, n, stride_n, FAN, STORED, LEVELS - i))
+            b_x = _nodes(p_x, p_level, b_group, m_group, n, stride_n, STORED, LEVELS - i, FAN, WIDE * FAN)
+            b_key = _order(b_x, m)
             least = tl.minimum(k, count)
-            n_low = tl.sum(tl.reshape((m & (b_key >= low)).to(tl.int32), [WIDE * FAN]))
+            n_low = tl.sum((b_key >= low).to(tl.int32))
             c = _first(least, low, n_low, high)
             if i < LEVELS:
                 tl.debug_barrier()  # the list has been read
-                low = _put_best(b_key, b_id, m, least, low, n_low, high, c, p_list, 1, WIDE * FAN)
+                low = _put_best(b_key, b_first, least, low, n_low, high, c, p_list, 1, WIDE * FAN)
             else:
-                _put_best(b_key, b_id, m, least, low, n_low, high, c, p_out, stride_k, WIDE * FAN)
+                _put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride_k, WIDE * FAN)
     if n <= k:
         for i_k in range(0, k, BK):
             o_k = i_k + tl.arange(0, BK)
