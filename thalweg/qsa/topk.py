@@ -59,14 +59,14 @@ class Config:
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device."""
     few = shape.rows <= 132
-    fan = 16 if few and shape.k <= 512 else 4
     held = max(HELD, 4 * triton.next_power_of_2(shape.k))
+    fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
     while top > held:
         levels, top = levels + 1, triton.cdiv(top, fan)
     if few:
-        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan ** (levels + 1)), 8, "few rows: a multiprocessor each")
-    return Config(fan, levels, 2, max(4096, fan ** (levels + 1)), 2, "many rows: programs of few warps, many of them")
+        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan**levels), 8, "few rows: a multiprocessor each")
+    return Config(fan, levels, 2, max(4096, fan**levels), 2, "many rows: programs of few warps, many of them")
 
 
 def _segments(blocks: int, config: Config) -> int:
@@ -186,9 +186,9 @@ def _first(least, low, n_low, high):
 
 
 @triton.jit
-def _gumbel(b_x, least, count):
+def _gumbel(b_x, m, least, count):
     """Where `least` of `count` maxima would be reached if their mean and deviation were those of a Gumbel law."""
-    b_x = tl.where(b_x == b_x, b_x, 0.0)
+    b_x = tl.where(m & (b_x == b_x), b_x, 0.0)
     size = count.to(tl.float32)
     mean = tl.sum(b_x) / size
     deviation = tl.sqrt(tl.maximum(tl.sum(b_x * b_x) / size - mean * mean, 0.0))
@@ -302,7 +302,7 @@ def _pick_kernel(
         least = tl.minimum(k, count)
         low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
         high = tl.max(b_key) + 1
-        c = tl.minimum(tl.maximum(_gumbel(b_x, least, count), low), high)
+        c = tl.minimum(tl.maximum(_gumbel(b_x, b_id < count, least, count), low), high)
         if LEVELS == 0:
             _put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_out, stride_k, TOP)
         else:
