@@ -160,6 +160,14 @@ def _nothing(*_, **__):
     return None
 
 
+def _max(x, axis):
+    """NaN gives way to any number."""
+    if not x.dtype.is_floating_point:
+        return x.amax(axis)
+    best = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis)
+    return best.where(~x.isnan().all(axis), torch.nan)
+
+
 def _language():
     dtypes = {name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32", "bfloat16")}
     layouts = dict.fromkeys(
@@ -180,7 +188,8 @@ def _language():
         store=_store,
         where=lambda c, a, b: torch.where(c, a, b),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
-        max=lambda x, axis: x.amax(axis),
+        max=_max,
+        convert_layout=lambda x, layout: x,
         min=lambda x, axis: x.amin(axis),
         associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
         expand_dims=lambda x, axis: x.unsqueeze(axis),

@@ -110,3 +110,21 @@ def test_views():
 
 def bits(x):
     return x.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("pack", ("causal", "ragged"))
+def test_maxima_of_16_and_of_64_blocks(pack):
+    """What a select asks for: of the blocks that a row sees; NaN gives way, a hole is -inf; -7 where no row is scored."""
+    call = inputs(*PACKS[pack], holes={(0, 1)})
+    call[1][call[2][0, 0].long(), 16:32] = torch.nan
+    maxima = torch.full((len(call[0]), 64), -7.0)
+    out = run(call, 304, maxima=maxima, above=32, fill=False, least=20)
+    for scores, got, owner, seen in zip(truth(call, 304), maxima, *(x.tolist() for x in call[3:])):
+        seen = min(seen, (304, 192)[owner]) if owner in (0, 1) else 0
+        for size, at in ((16, 0), (64, 32)):
+            groups = scores[: seen if seen > 20 else 0].split(size)
+            best = [max(g[~g.isnan()], default=torch.tensor(torch.nan)) for g in groups if len(g)]
+            if best:
+                check(got[at : at + len(best)], torch.stack(best))
+        assert seen > 20 or (got == -7.0).all()
+    assert not out.isneginf().all()

@@ -160,7 +160,9 @@ def test_b27_the_workspace_is_under_its_cap_at_every_context():
 
 def test_the_choice_of_a_configuration():
     """What a program holds is bounded whatever the row, and a segment is cut into whole groups at every level."""
-    for rows, blocks, k in itertools.product((1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 25), (1, 512, 2048, 4096)):
+    for rows, blocks, k in itertools.product(
+        (1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 25), (1, 512, 2048, 4096)
+    ):
         config = topk.choose(topk.Shape(rows, blocks, k), "sm_90")
         assert -(-blocks // config.fan**config.levels) <= max(topk.HELD, 8 * k) and config.fan * k <= 16384
         assert config.segment % config.fan**config.levels == 0 and config.segment <= 16384

@@ -4,6 +4,8 @@ The public functions, with the contract, are in `api`; they validate shapes and 
 Without `check` the ops are safe on the same values: they are clipped, or taken as padding or holes.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 from thalweg.contract import index_values, refuse
@@ -18,7 +20,8 @@ def _reference(run) -> tuple[Impl, ...]:
 
 
 INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong
-MOST_K = 4096  # candidates of one row that a program of the top-k holds are three times as many
+MOST_K = 4096  # a program of the top-k holds four times as many nodes
+MOST_BLOCKS = 2**25  # of a row; a program that takes maxima takes at least one group of the top level
 WITHIN = 2**31  # elements that a tile's offsets may span
 
 
@@ -52,9 +55,10 @@ def _score_why_not(call) -> str | None:
 
 
 def _score_hopper_why_not(call) -> str | None:
-    reason = _score_why_not(call)
-    if reason is not None:
-        return reason
+    return _score_why_not(call) or _tiles_hopper_why_not(call)
+
+
+def _tiles_hopper_why_not(call) -> str | None:
     if not torch.cuda.is_available() or arch(call["index_q"].device) != "sm_90":
         return "made for the sm_90 architecture"
     from thalweg.qsa import score, score_gluon
@@ -69,6 +73,8 @@ def _topk_why_not(call) -> str | None:
     scores, out = call["scores"], call["out"]
     if call["k"] > MOST_K:
         return f"takes k up to {MOST_K}, got {call['k']}"
+    if scores.shape[1] > MOST_BLOCKS:
+        return f"takes up to {MOST_BLOCKS} blocks a row, got {scores.shape[1]}"
     if scores.shape[1] * scores.stride(1) >= WITHIN or call["k"] * out.stride(1) >= WITHIN:
         return f"a row must span less than {WITHIN} elements, got strides {scores.stride()} and {out.stride()}"
     return _without_triton(scores)
@@ -79,7 +85,15 @@ def _select_why_not(call) -> str | None:
         return f"takes k up to {MOST_K}, got {call['k']}"
     if call["k"] * call["out"].stride(1) >= WITHIN:
         return f"a row of out must span less than {WITHIN} elements, got strides {call['out'].stride()}"
+    blocks = call["page_table"].shape[1] * call["block_keys"].shape[1]
+    if blocks > MOST_BLOCKS:
+        return f"takes page tables of up to {MOST_BLOCKS} blocks, got {blocks}"
     return _scored_why_not(call)
+
+
+def _select_hopper_why_not(call) -> str | None:
+    scores = (call["out"].shape[0], call["page_table"].shape[1] * call["block_keys"].shape[1])
+    return _select_why_not(call) or _tiles_hopper_why_not(call | {"out": SimpleNamespace(shape=scores)})
 
 
 def _score(index_q, block_keys, page_table, row_request, visible, out, num_blocks) -> None:
@@ -104,6 +118,12 @@ def _select(index_q, block_keys, page_table, row_request, visible, out, k, works
     from thalweg.qsa import select
 
     select.select(index_q, block_keys, page_table, row_request, visible, out, workspace_bytes)
+
+
+def _select_hopper(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes) -> None:
+    from thalweg.qsa import select
+
+    select.select(index_q, block_keys, page_table, row_request, visible, out, workspace_bytes, hopper=True)
 
 
 def _append_why_not(call) -> str | None:
@@ -178,10 +198,21 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
         ),
     ),
     "qsa_topk": _impls(
-        reference_ops.topk, _topk_why_not, _topk, "a sampled threshold, then an exact selection; a program a row"
+        reference_ops.topk,
+        _topk_why_not,
+        _topk,
+        "maxima of groups, then a program a row goes down the best of them; exact for any scores",
     ),
-    "qsa_select": _impls(
-        reference_ops.select, _select_why_not, _select, "score and topk, as many rows at a time as fit the workspace"
+    "qsa_select": (
+        Impl(
+            "hopper",
+            "score in Gluon, which makes the top-k's maxima, and topk; as many rows at a time as fit the workspace",
+            _select_hopper_why_not,
+            _select_hopper,
+        ),
+        *_impls(
+            reference_ops.select, _select_why_not, _select, "score and topk, as many rows at a time as fit their cap"
+        ),
     ),
     "qsa_attend": (
         Impl("triton", "gathers row by row; few rows split over programs, same bits", _attend_why_not, _attend),

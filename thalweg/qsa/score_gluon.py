@@ -116,12 +116,26 @@ def _fill(out, s_rows, i_t, i_tile, owner, alone, R, N, stride_or, stride_on, BM
 
 
 @gluon.jit
-def _hidden(b_s, s_rows, i_tile, there, ACC: gl.constexpr):
-    """-inf where a row does not see the block, and everywhere on a hole."""
+def _hidden(b_s, s_rows, i_tile, there, PAST: gl.constexpr, ACC: gl.constexpr):
+    """PAST where a row does not see the block, -inf in other rows on a hole."""
     o_n = here(i_tile * KEYS) + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     b_seen = s_rows.index(1).load(gl.SliceLayout(0, ACC))
-    m = (gl.expand_dims(o_n, 1) < gl.expand_dims(b_seen, 0)) & there
-    return gl.where(m, b_s, float("-inf"))
+    m = gl.expand_dims(o_n, 1) < gl.expand_dims(b_seen, 0)
+    return gl.where(m & there, b_s, gl.where(m, float("-inf"), PAST))
+
+
+@gluon.jit
+def _put_maxima(maxima, s_o, s_rows, i_t, i_tile, owner, R, stride_m, above, BM: gl.constexpr):
+    """The best of each 16 and of all 64 scores of a tile, in the rows that belong to `owner`."""
+    ROW: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])  # half a row a lane
+    BEST: gl.constexpr = gl.BlockedLayout([1, 2], [16, 2], [4, 1], [1, 0])
+    b_16 = gl.convert_layout(gl.max(gl.reshape(s_o.load(ROW), [BM, 4, 16]), 2), BEST)
+    o_m = gl.arange(0, BM, gl.SliceLayout(1, BEST))
+    m = (i_t * BM + o_m < R) & (s_rows.index(0).load(gl.SliceLayout(1, BEST)) == owner)
+    p = maxima + (i_t.to(gl.int64) * BM * stride_m + i_tile * 4)
+    o_16 = gl.expand_dims(o_m * stride_m, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, BEST)), 0)
+    gl.store(p + o_16, b_16, mask=gl.expand_dims(m, 1))
+    gl.store(p + (o_m * stride_m + (above - 3 * i_tile)), gl.max(b_16, 1), mask=m & (above > 0))
 
 
 @gluon.jit
@@ -149,8 +163,11 @@ def _kernel(
     q, keys, tiles, table, row_request, visible, out,
     R, N, requests, most, least, pages, pitch, stride_qh,
     stride_tr: gl.int64, stride_tp: gl.int64, stride_rr: gl.int64, stride_v: gl.int64, stride_or, stride_on,
+    maxima, stride_m, above,
     HEADS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr, FILL: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
+    MAXIMA: gl.constexpr = maxima is not None
+    PAST: gl.constexpr = float("nan") if MAXIMA else float("-inf")
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([BM // 32 if BM > 32 else 1], [32], [4], [0])
@@ -236,9 +253,9 @@ def _kernel(
                         plain = (i_tile * KEYS + KEYS <= whole) & (row >= 0)
                         bulk = (alone if FILL else plain) & BULK
                         if not plain:
-                            b_s = _hidden(b_s, s_rows, i_tile, row >= 0, ACC)
+                            b_s = _hidden(b_s, s_rows, i_tile, row >= 0, PAST, ACC)
                         if BULK:  # noqa: SIM102 - known when this is compiled, unlike bulk
-                            if bulk:
+                            if bulk | MAXIMA:
                                 s_o.permute((1, 0)).store(b_s)
                                 fence_async_shared()
                         thread_barrier()
@@ -249,6 +266,8 @@ def _kernel(
                             _store(
                                 out, b_s, s_rows, i_t, i_tile, owner, alone, R, N, stride_or, stride_on, BM, FILL, ACC
                             )
+                        if MAXIMA:
+                            _put_maxima(maxima, s_o, s_rows, i_t, i_tile, owner, R, stride_m, above, BM)
                         owed += spare
                         while owed >= count:
                             _fill(out, s_rows, i_t, f_lo, owner, True, R, N, stride_or, stride_on, BM)
@@ -278,7 +297,7 @@ def _kernel(
 kernel = gluon.jit(
     _kernel,
     do_not_specialize=["R", "N", "requests", "most", "least", "pages", "pitch", "stride_qh", "stride_tr", "stride_tp",
-                       "stride_rr", "stride_v"],
+                       "stride_rr", "stride_v", "stride_m", "above"],
     do_not_specialize_on_alignment=["table", "row_request", "visible"],
 )  # fmt: skip
 
@@ -299,8 +318,13 @@ def score(
     least: int = 0,
     fill: bool = True,
     config: Config | None = None,
+    maxima: torch.Tensor | None = None,
+    above: int = 0,
 ) -> None:
     """Writes `out`; arguments as `score.score` takes them, within `why_not`.
+
+    maxima `[R, W]` float32, without `fill` and where rows of `out` are whole 16 bytes: of the blocks that a row sees,
+    the best score of each 16 and, from element `above` on if that is not 0, of each 64, NaN aside.
 
     No sync, no allocation. A given config overrides `choose`. Where rows of `out` are not whole 16 bytes, or its
     columns not contiguous, scores are stored lane by lane.
@@ -322,5 +346,6 @@ def score(
             q_tiles, key_tiles, tiles if bulk else q_tiles, page_table, row_request, visible, out, R, N, requests,
             min(N, columns * page), least, pages, pitch, index_q.stride(1), *page_table.stride(),
             row_request.stride(0), visible.stride(0), o_row, o_column,
+            maxima, 0 if maxima is None else maxima.stride(0), above,
             HEADS=heads, D=D, BM=BM, PAGE=page, FILL=fill, BULK=bulk, **config.options,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The k best blocks of each row of scores, exact, ids ascending, by maxima of groups: time does not depend on the scores.
+"""The k best blocks of each row of scores, exact, ids ascending, by maxima of groups: as fast for any scores.
 
 Cut a row into groups of consecutive blocks and rank the groups by their best score, the lower group first where these
 are equal. The k best blocks lie in the k first groups: a block outside them has k blocks before it, one in each. So,
@@ -66,7 +66,13 @@ def choose(shape: Shape, device: str) -> Config:
         levels, top = levels + 1, triton.cdiv(top, fan)
     if few:
         return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan**levels), 8, "few rows: a multiprocessor each")
-    return Config(fan, levels, 2, max(4096, fan**levels), 2, "many rows: programs of few warps, many of them")
+    return Config(fan, levels, 2, max(4096, fan**levels), 4, "many rows: programs of few warps, many of them")
+
+
+def above(blocks: int, config: Config) -> int:
+    """Where, in a row's workspace, the maxima of the level above the lowest stored one begin; 0 if there is none."""
+    more = config.levels > config.stored
+    return _segments(blocks, config) * config.segment // config.fan**config.stored if more else 0
 
 
 def _segments(blocks: int, config: Config) -> int:
@@ -344,12 +350,12 @@ pick_kernel = triton.jit(
 )
 
 
-def _part(scores, visible, row_request, requests, out, workspace, config: Config) -> None:
+def _part(scores, visible, row_request, requests, out, workspace, config: Config, made: bool) -> None:
     (R, N), k = scores.shape, out.shape[1]
     segments = _segments(N, config)
     rows = (visible.stride(0), 0 if row_request is None else row_request.stride(0))
     build = {"FAN": config.fan, "STORED": config.stored, "LEVELS": config.levels, "SEGMENT": config.segment}
-    if segments:
+    if segments and not made:
         maxima_kernel[(R * segments,)](
             scores, visible, row_request, workspace, N, k, requests, segments, *scores.stride(), *rows,
             workspace.stride(0), **build, num_warps=config.segment_warps,
@@ -370,8 +376,12 @@ def topk(
     requests: int = 0,
     workspace: torch.Tensor | None = None,
     config: Config | None = None,
+    made: bool = False,
 ) -> None:
-    """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`."""
+    """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`.
+
+    made: the maxima are in the workspace already, which holds all rows; NaN behind a row's last one.
+    """
     (R, N), k = scores.shape, out.shape[1]
     if R == 0:
         return
@@ -386,4 +396,4 @@ def topk(
         for lo in range(0, R, rows):
             part = slice(lo, lo + rows)
             owner = None if row_request is None else row_request[part]
-            _part(scores[part], visible[part], owner, requests, out[part], workspace, config)
+            _part(scores[part], visible[part], owner, requests, out[part], workspace, config, made)
