@@ -114,7 +114,7 @@ def bits(x):
 
 @pytest.mark.parametrize("pack", ("causal", "ragged"))
 def test_maxima_of_16_and_of_64_blocks(pack):
-    """What a select asks for: of the blocks that a row sees; NaN gives way, a hole is -inf; -7 where no row is scored."""
+    """What a select asks for: of the blocks that a row sees; NaN gives way, a hole is -inf; -7 in rows not scored."""
     call = inputs(*PACKS[pack], holes={(0, 1)})
     call[1][call[2][0, 0].long(), 16:32] = torch.nan
     maxima = torch.full((len(call[0]), 64), -7.0)

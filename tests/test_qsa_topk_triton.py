@@ -156,6 +156,8 @@ def test_b27_the_workspace_is_under_its_cap_at_every_context():
             held = 4 * rows * (N + topk.row_words(N, k, config))
             assert held <= 64 << 20 and (rows == 4096 or rows < 64 or rows % 64 == 0) and rows > 1
     assert select.rows_at_once(4096, 65536, 512, 0, config) == 1
+    config = topk.choose(topk.Shape(4096, 65536, 512), "sm_90")
+    assert select.rows_at_once(4096, 65536, 512, 288 << 20, config) == 1024  # the default, at 256K tokens
 
 
 def test_the_choice_of_a_configuration():
@@ -164,5 +166,5 @@ def test_the_choice_of_a_configuration():
         (1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 25), (1, 512, 2048, 4096)
     ):
         config = topk.choose(topk.Shape(rows, blocks, k), "sm_90")
-        assert -(-blocks // config.fan**config.levels) <= max(topk.HELD, 8 * k) and config.fan * k <= 16384
+        assert -(-blocks // config.fan**config.levels) <= max(topk.TOP_HELD, 8 * k) and config.fan * k <= 16384
         assert config.segment % config.fan**config.levels == 0 and config.segment <= 16384

@@ -42,7 +42,7 @@ PAGES = {  # pages that compose stages
     "prefill": ("prepare", "scan"),
     "split": ("tokens", "steps", "norm"),
     "verify": ("tokens", "steps", "norm"),
-    "select": ("score", "topk"),
+    "select": ("score", "score_gluon", "topk"),
     "shared": ("attention", "union", "union_gluon"),
 }
 
@@ -78,19 +78,8 @@ def allowed(module: str) -> set[str]:
         if module == f"{family}.reference_ops":
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, where exponents start, how memory is shared out.
-        names = (
-            "anchor",
-            "chunks",
-            "gate",
-            "products",
-            "slots",
-            "substitution",
-            "halving",
-            "workspace",
-            "step_gluon",
-            "gather",
-        )
-        names += ("heads_gluon", "share_gluon")
+        names = ("anchor", "chunks", "gate", "products", "slots", "substitution", "halving", "workspace", "step_gluon")
+        names += ("gather", "heads_gluon", "share_gluon", "rank")
         names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}
         # A stage: no other stage, not the reference.

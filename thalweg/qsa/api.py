@@ -243,7 +243,7 @@ def qsa_select(
     visible: torch.Tensor,
     k: int,
     *,
-    workspace_bytes: int = 64 << 20,
+    workspace_bytes: int = 288 << 20,
     out: torch.Tensor | None = None,
     impl: str | None = None,
     check: bool | None = None,
@@ -253,7 +253,8 @@ def qsa_select(
     The ids equal those of the two ops (num_blocks the capacity of the page table) for every row whose request is in
     range; other rows give -1. Rows with at most k visible blocks are not scored, all are selected. workspace_bytes
     caps the scores and what top-k needs besides, at any context; on top come tiles of a few MiB and `[R, k]` ids, and
-    never less than one row is held (about 32 bytes a visible block).
+    never less than one row is held (4.4 bytes a block of the page table's capacity). 1,024 rows of 65,536 blocks fit
+    the default.
     """
     _expect_select(index_q, block_keys, page_table, row_request, visible, out, k, workspace_bytes)
     if out is None:

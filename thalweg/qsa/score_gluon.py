@@ -242,6 +242,9 @@ def _kernel(
                         mbarrier.wait(full.index(s), (step >> 1) & 1)
                         b_k = s_k.index(s).load(LEFT)
                         w = started(b_k, s_q, here(0 * i_t), HEADS, BM)
+                        if MAXIMA:  # of the tile before, while products are in flight
+                            if i_tile > i_lo:
+                                _put_maxima(maxima, s_o, s_rows, i_t, i_tile - 1, owner, R, stride_m, above, BM)
                         more = i_tile + 2 < i_end
                         mbarrier.expect(full.index(s), KEYS * D * 2, pred=more)
                         row3 = page_row(p_table, gl.minimum(i_tile + 3, i_end - 1), pages, pitch, stride_tp, PAGE)
@@ -266,8 +269,6 @@ def _kernel(
                             _store(
                                 out, b_s, s_rows, i_t, i_tile, owner, alone, R, N, stride_or, stride_on, BM, FILL, ACC
                             )
-                        if MAXIMA:
-                            _put_maxima(maxima, s_o, s_rows, i_t, i_tile, owner, R, stride_m, above, BM)
                         owed += spare
                         while owed >= count:
                             _fill(out, s_rows, i_t, f_lo, owner, True, R, N, stride_or, stride_on, BM)
@@ -277,6 +278,8 @@ def _kernel(
                         row1 = row2
                         row2 = row3
                         step += 1
+                    if MAXIMA:
+                        _put_maxima(maxima, s_o, s_rows, i_t, i_end - 1, owner, R, stride_m, above, BM)
                 if FILL:
                     for i_tile in range(i_end, i_hi):
                         _fill(out, s_rows, i_t, i_tile, owner, alone, R, N, stride_or, stride_on, BM)

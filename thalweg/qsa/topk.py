@@ -28,10 +28,11 @@ import triton
 import triton.language as tl
 
 from thalweg.device import arch, current
+from thalweg.qsa.rank import LOWEST, first, gumbel, order, put_best
 
-LOWEST = tl.constexpr(-(2**31))
 WORKSPACE = 96 << 20  # bytes; 4,096 rows of 65,536 blocks take 75 MB
 HELD = 2048  # nodes of a row that a program holds; four times k where that is more
+TOP_HELD = 4096  # of the top level, where there are many rows
 
 
 class Shape(NamedTuple):
@@ -53,7 +54,11 @@ class Config:
     num_warps: int
     reason: str = field(compare=False)
     segment_warps: int = 4
-    maxnreg: int | None = None
+    max_registers: int | None = None  # a lane; NVIDIA's only
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps} | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 def choose(shape: Shape, device: str) -> Config:
@@ -62,11 +67,14 @@ def choose(shape: Shape, device: str) -> Config:
     held = max(HELD, 4 * triton.next_power_of_2(shape.k))
     fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
-    while top > held:
+    while top > (held if few else max(held, TOP_HELD)):
         levels, top = levels + 1, triton.cdiv(top, fan)
-    if few:
-        return Config(fan, levels, 1 if fan == 16 else 2, max(1024, fan**levels), 8, "few rows: a multiprocessor each")
-    return Config(fan, levels, 2, max(4096, fan**levels), 4, "many rows: programs of few warps, many of them")
+    warps = 4 * held // HELD  # 16 nodes a lane
+    if few:  # one row of 32,768: 11.5 us; 12.6 with 16 warps, 13.1 by fans of four
+        segment, warps = max(1024, fan**levels), min(16, 2 * warps)
+        return Config(fan, levels, 1 if fan == 16 else 2, segment, warps, "few rows: a multiprocessor each")
+    # P249K / P128K / P32K: 434 / 281 / 97 us; 2 warps 456 / 300 / 101, 8 warps 446 / 304 / 126.
+    return Config(fan, levels, 2, max(4096, fan**levels), min(32, warps), "many rows: few warps each")
 
 
 def above(blocks: int, config: Config) -> int:
@@ -84,20 +92,6 @@ def row_words(blocks: int, k: int, config: Config) -> int:
     levels = range(config.stored, config.levels + 1)
     maxima = _segments(blocks, config) * sum(config.segment // config.fan**i for i in levels)
     return triton.cdiv(maxima, 16) * 16 + max(16, triton.next_power_of_2(k))
-
-
-@triton.jit
-def _order(b_x, m):
-    """float32 as int32 of the same order: NaN below every number, what is not there (m false) below NaN."""
-    b_i = (b_x + 0.0).to(tl.int32, bitcast=True)
-    b_i = tl.where(b_x == b_x, b_i ^ ((b_i >> 31) & 0x7FFFFFFF), LOWEST + 1)
-    return tl.where(m, b_i, LOWEST)
-
-
-@triton.jit
-def _log2(x):
-    """log2 of a positive float to 0.09: its exponent, and its fraction as if that were a logarithm."""
-    return (x.to(tl.int32, bitcast=True) - 0x3F800000).to(tl.float32) * (1.0 / 8388608)
 
 
 @triton.jit
@@ -144,118 +138,24 @@ def _maxima_kernel(
 
 
 @triton.jit
-def _search(b_key, least, low, n_low, high, c):
-    """The greatest key in [low, high) that `least` keys reach, or one found that exactly `least` of them do; how many
-    reach it.
-
-    n_low keys reach low, at least `least`; none reaches high. c is looked at first, then where the line through the
-    last two points meets `least`, on the logarithm of the count: right for the tail of most distributions. Every fourth
-    time low is raised to the lowest key that reaches it, and the next key tried (equal scores end there), or what is
-    left is halved: that bounds the worst case.
-    """
-    goal = _log2(least.to(tl.float32))
-    x_last = low
-    y_last = _log2(n_low.to(tl.float32))
-    i_step = least * 0
-    gap = (high - low).to(tl.uint32)
-    off = (c - low).to(tl.uint32)
-    while (n_low != least) & (gap > 1):
-        if i_step % 4 == 3:
-            off = gap // 2
-            if i_step % 8 == 3:
-                lowest = tl.min(tl.where(b_key >= low, b_key, 0x7FFFFFFF))
-                gap -= (lowest - low).to(tl.uint32)
-                low = lowest
-                off = off * 0 + 1
-        c = low + tl.minimum(tl.maximum(off, 1), tl.maximum(gap, 2) - 1).to(tl.int32)
-        n = tl.sum((b_key >= c).to(tl.int32))
-        reached = n >= least
-        y = _log2(tl.maximum(n.to(tl.float32), 0.5))
-        way = (goal - y) * (c - x_last).to(tl.float32) / (y - y_last)
-        x_last = c
-        y_last = y
-        gap = tl.where(reached, gap - (c - low).to(tl.uint32), (c - low).to(tl.uint32))
-        low = tl.where(reached, c, low)
-        n_low = tl.where(reached, n, n_low)
-        width = gap.to(tl.float32)
-        way = tl.where(reached, way, width + way)
-        off = tl.where((way >= 0.0) & (way <= width), way, 0.5 * width).to(tl.uint32)
-        i_step += 1
-    return low, n_low
-
-
-@triton.jit
-def _first(least, low, n_low, high):
-    """A first key for `_search`, on a line to half a key at high."""
-    part = _log2(n_low.to(tl.float32) / least.to(tl.float32)) / _log2(2.0 * n_low.to(tl.float32))
-    return low + ((high - low).to(tl.uint32).to(tl.float32) * part).to(tl.uint32).to(tl.int32)
-
-
-@triton.jit
-def _gumbel(b_x, m, least, count):
-    """Where `least` of `count` maxima would be reached if their mean and deviation were those of a Gumbel law."""
-    b_x = tl.where(m & (b_x == b_x), b_x, 0.0)
-    size = count.to(tl.float32)
-    mean = tl.sum(b_x) / size
-    deviation = tl.sqrt(tl.maximum(tl.sum(b_x * b_x) / size - mean * mean, 0.0))
-    part = tl.minimum(least.to(tl.float32) / size, 0.999)
-    place = -_log2(-_log2(1.0 - part) * 0.6931) * 0.6931 - 0.5772
-    c = mean + 0.7797 * place * deviation
-    return _order(c, c == c)
-
-
-@triton.jit
-def _quads(b_flag, SIZE: tl.constexpr):
-    """Flags `[SIZE]` as four int32 tensors `[SIZE / 4]`, of the first, second, third and fourth of each four."""
-    b_even, b_odd = tl.split(tl.reshape(b_flag.to(tl.int32), [SIZE // 4, 2, 2]))
-    b_0, b_2 = tl.split(b_even)
-    b_1, b_3 = tl.split(b_odd)
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
-def _before(b_0, b_1, b_2, b_3):
-    """How many flags are set before each four."""
-    b_n = b_0 + b_1 + b_2 + b_3
-    return tl.cumsum(b_n, 0) - b_n
-
-
-@triton.jit
-def _put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride, SIZE: tl.constexpr):
-    """Writes the ids of the `least` best keys in their order. Returns a key that all of them reach.
-
-    Keys come in fours of consecutive ids from b_first `[SIZE / 4]` on: a lane has a four, which makes counting cheap.
-    """
-    low, n_low = _search(b_key, least, low, n_low, high, c)
-    b_0, b_1, b_2, b_3 = _quads(b_key >= low, SIZE)
-    if n_low > least:  # of those equal to the last one the first are taken
-        b_e0, b_e1, b_e2, b_e3 = _quads(b_key == low, SIZE)
-        b_left = tl.sum(b_e0 + b_e1 + b_e2 + b_e3) - (n_low - least) - _before(b_e0, b_e1, b_e2, b_e3)
-        b_0 = tl.where((b_e0 > 0) & (b_left <= 0), 0, b_0)
-        b_1 = tl.where((b_e1 > 0) & (b_left <= b_e0), 0, b_1)
-        b_2 = tl.where((b_e2 > 0) & (b_left <= b_e0 + b_e1), 0, b_2)
-        b_3 = tl.where((b_e3 > 0) & (b_left <= b_e0 + b_e1 + b_e2), 0, b_3)
-    b_at = _before(b_0, b_1, b_2, b_3)
-    tl.store(p_out + b_at * stride, b_first, mask=b_0 > 0)
-    tl.store(p_out + (b_at + b_0) * stride, b_first + 1, mask=b_1 > 0)
-    tl.store(p_out + (b_at + b_0 + b_1) * stride, b_first + 2, mask=b_2 > 0)
-    tl.store(p_out + (b_at + b_0 + b_1 + b_2) * stride, b_first + 3, mask=b_3 > 0)
-    return low
-
-
-@triton.jit
 def _members(p_x, b_group, m_group, n, stride, SPAN: tl.constexpr, FIRST: tl.constexpr, FAN: tl.constexpr):
     """Scores `[groups, FAN]` of groups of SPAN blocks, those from block FIRST of each on. NaN past n.
 
-    Groups are loaded whole, with a mask a group, so that four scores are one load; the last one, which may be short, by
-    itself.
+    Groups are loaded whole, with a mask a group, so that four scores are one load. The last one of a row may be short:
+    its scores `[FAN]` are loaded by themselves and come second, and third which of the groups it is.
     """
     o_f = FIRST + tl.arange(0, FAN)
     last = n // SPAN
     o_x = b_group[:, None] * SPAN + o_f[None, :]
     b_x = tl.load(p_x + o_x * stride, mask=(m_group & (b_group < last))[:, None], other=float("nan"))
     b_last = tl.load(p_x + (last * SPAN + o_f) * stride, mask=last * SPAN + o_f < n, other=float("nan"))
-    return tl.where((m_group & (b_group == last))[:, None], b_last[None, :], b_x)
+    return b_x, b_last, m_group & (b_group == last)
+
+
+@triton.jit
+def _best_member(p_x, b_group, m_group, n, stride, SPAN: tl.constexpr, FIRST: tl.constexpr, FAN: tl.constexpr):
+    b_x, b_last, m_last = _members(p_x, b_group, m_group, n, stride, SPAN, FIRST, FAN)
+    return tl.where(m_last, tl.max(b_last, 0), tl.max(b_x, 1))
 
 
 @triton.jit
@@ -266,13 +166,14 @@ def _nodes(p_x, p_level, b_group, m_group, n, stride, STORED: tl.constexpr, LEVE
         o_f = tl.arange(0, FAN)
         b_x = tl.load(p_level + (b_group[:, None] * FAN + o_f[None, :]), mask=m_group[:, None], other=float("nan"))
     elif LEVEL == 0:
-        b_x = _members(p_x, b_group, m_group, n, stride, FAN, 0, FAN)
+        b_x, b_last, m_last = _members(p_x, b_group, m_group, n, stride, FAN, 0, FAN)
+        b_x = tl.where(m_last[:, None], b_last[None, :], b_x)
     else:  # joined like this a lane has the four members of a group
         tl.static_assert(FAN == 4 and LEVEL == 1)
-        b_0 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 0, 4), 1)
-        b_1 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 4, 4), 1)
-        b_2 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 8, 4), 1)
-        b_3 = tl.max(_members(p_x, b_group, m_group, n, stride, 16, 12, 4), 1)
+        b_0 = _best_member(p_x, b_group, m_group, n, stride, 16, 0, 4)
+        b_1 = _best_member(p_x, b_group, m_group, n, stride, 16, 4, 4)
+        b_2 = _best_member(p_x, b_group, m_group, n, stride, 16, 8, 4)
+        b_3 = _best_member(p_x, b_group, m_group, n, stride, 16, 12, 4)
         b_x = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
     return tl.reshape(b_x, [SIZE])
 
@@ -295,7 +196,6 @@ def _pick_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     p_x = scores + i_row * stride_r
-    p_out = out + i_row * stride_or
     if n > k:
         p_stored = (workspace + i_row * stride_w).to(tl.pointer_type(tl.float32), bitcast=True)
         p_list = workspace + (i_row + 1) * stride_w - WIDE
@@ -304,15 +204,17 @@ def _pick_kernel(
         b_id = tl.arange(0, TOP)
         p_level = _level(p_stored, segments, FAN, STORED, LEVELS, SEGMENT)
         b_x = _nodes(p_x, p_level, b_group, b_group * FAN < count, n, stride_n, STORED, LEVELS, FAN, TOP)
-        b_key = _order(b_x, b_id < count)
+        b_key = order(b_x, b_id < count)
         least = tl.minimum(k, count)
         low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
         high = tl.max(b_key) + 1
-        c = tl.minimum(tl.maximum(_gumbel(b_x, b_id < count, least, count), low), high)
+        c = tl.minimum(tl.maximum(gumbel(b_x, b_id < count, least, count), low), high)
         if LEVELS == 0:
-            _put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_out, stride_k, TOP)
+            put_best(
+                b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, out + i_row * stride_or, stride_k, TOP
+            )
         else:
-            low = _put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_list, 1, TOP)
+            low = put_best(b_key, tl.arange(0, TOP // 4) * 4, least, low, count, high, c, p_list, 1, TOP)
         o_w = tl.arange(0, WIDE)
         for i in tl.static_range(1, LEVELS + 1):
             tl.debug_barrier()  # the list is whole
@@ -325,19 +227,19 @@ def _pick_kernel(
             b_first = tl.reshape(b_group[:, None] * FAN + tl.arange(0, FAN // 4)[None, :] * 4, [WIDE * FAN // 4])
             p_level = _level(p_stored, segments, FAN, STORED, LEVELS - i, SEGMENT)
             b_x = _nodes(p_x, p_level, b_group, m_group, n, stride_n, STORED, LEVELS - i, FAN, WIDE * FAN)
-            b_key = _order(b_x, m)
+            b_key = order(b_x, m)
             least = tl.minimum(k, count)
             n_low = tl.sum((b_key >= low).to(tl.int32))
-            c = _first(least, low, n_low, high)
+            c = first(least, low, n_low, high)
             if i < LEVELS:
                 tl.debug_barrier()  # the list has been read
-                low = _put_best(b_key, b_first, least, low, n_low, high, c, p_list, 1, WIDE * FAN)
+                low = put_best(b_key, b_first, least, low, n_low, high, c, p_list, 1, WIDE * FAN)
             else:
-                _put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride_k, WIDE * FAN)
+                put_best(b_key, b_first, least, low, n_low, high, c, out + i_row * stride_or, stride_k, WIDE * FAN)
     if n <= k:
         for i_k in range(0, k, BK):
             o_k = i_k + tl.arange(0, BK)
-            tl.store(p_out + o_k * stride_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
+            tl.store(out + i_row * stride_or + o_k * stride_k, tl.where(o_k < n, o_k, -1), mask=o_k < k)
 
 
 # Counts change from step to step: none of their values may be compiled in. Whether rows are aligned is: it is what
@@ -364,7 +266,7 @@ def _part(scores, visible, row_request, requests, out, workspace, config: Config
     pick_kernel[(R,)](
         scores, visible, row_request, out, workspace, N, k, requests, segments, *scores.stride(), *rows,
         *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=max(16, triton.next_power_of_2(k)),
-        BK=min(1024, triton.next_power_of_2(k)), num_warps=config.num_warps, maxnreg=config.maxnreg,
+        BK=min(1024, triton.next_power_of_2(k)), **config.options,
     )  # fmt: skip
 
 
