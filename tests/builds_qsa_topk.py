@@ -1,4 +1,4 @@
-"""qsa_topk, ahead of time: many rows and few, budgets of 2,048 and 8,192 tokens."""
+"""qsa_topk and qsa_select on Hopper, ahead of time: many rows and few, budgets of 2,048 and 8,192 tokens."""
 
 import sys
 
@@ -13,7 +13,7 @@ WANTED = {
 
 
 def builds(target):
-    from thalweg.qsa import topk
+    from thalweg.qsa import select, topk
 
     def launch(R, N, k):
         def empty(*shape, dtype=torch.int32):
@@ -21,12 +21,18 @@ def builds(target):
 
         topk.topk(empty(R, N, dtype=torch.float32), empty(R), empty(R, k))
 
-    # On gfx950 scalars (strides) go to lanes of vector registers, which the count takes for memory.
-    spilled = 512 if target == "gfx950" else 0
-    return {
-        f"topk {name}": aot.Build(lambda shape=shape: launch(*shape), (), 512, spilled)
-        for name, shape in WANTED.items()
-    }
+    def select_prefill():
+        def empty(*shape, dtype=torch.int32):
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        q, keys = empty(4096, 4, 128, dtype=torch.bfloat16), empty(9, 64, 128, dtype=torch.bfloat16)
+        call = (q, keys, empty(1, 996), empty(4096), empty(4096), empty(4096, 512), 288 << 20)
+        select.select(*call, hopper=True)
+
+    found = {f"topk {name}": aot.Build(lambda shape=shape: launch(*shape)) for name, shape in WANTED.items()}
+    if target == "sm_90a":  # the scorer that makes maxima, and what takes them
+        found["select prefill"] = aot.Build(select_prefill, most_registers=255)
+    return found
 
 
 if __name__ == "__main__":
