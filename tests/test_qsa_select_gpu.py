@@ -50,7 +50,7 @@ def test_b16_b17_b18_hostile_scores_are_exact(law):
 
 
 def test_no_scores_take_longer_than_others():
-    """There is no second way: what ties and clusters cost is a few more steps of counting. (1.2 x alone on the card.)"""
+    """There is no second way: what ties and clusters cost is a few more steps of counting. (1.2 x on a quiet card.)"""
     us, visible = {}, torch.full((1024,), 32768, dtype=torch.int32, device="cuda")
     for law in SCORES:
         x, out = scores(law, 1024, 32768), torch.empty(1024, 512, dtype=torch.int32, device="cuda")

@@ -242,7 +242,7 @@ def _kernel(
                         mbarrier.wait(full.index(s), (step >> 1) & 1)
                         b_k = s_k.index(s).load(LEFT)
                         w = started(b_k, s_q, here(0 * i_t), HEADS, BM)
-                        if MAXIMA:  # of the tile before, while products are in flight
+                        if MAXIMA:  # noqa: SIM102 - of the tile before, while products are in flight
                             if i_tile > i_lo:
                                 _put_maxima(maxima, s_o, s_rows, i_t, i_tile - 1, owner, R, stride_m, above, BM)
                         more = i_tile + 2 < i_end
