@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from thalweg.device import arch, current
 from thalweg.gluon import bulk_load, bulk_store, thread_barrier
 
+PRODUCER = gl.constexpr(32)  # registers a lane of the copying warp: at 24 it spills what it looks up
 OFFSETS = gl.constexpr(128)  # sequence offsets read at once, one a thread
 
 
@@ -61,9 +62,9 @@ def choose(shape: Shape, device: str) -> Config:
 
 
 @gluon.jit
-def _span(cu_seqlens, stride, i_n, N, T, C: gl.constexpr):
+def _span(cu_seqlens, stride, i_n, N, T, C: gl.constexpr, WARPS: gl.constexpr):
     """`chunks.span`: first token of sequence i_n, the one past its last, the number of its first chunk."""
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ROW: gl.constexpr = gl.BlockedLayout([OFFSETS // 32], [32], [WARPS], [0])  # each warp holds all: none waits
     start = 0
     end = 0
     for first in range(0, i_n + 2, OFFSETS):
@@ -81,11 +82,50 @@ def _good(slot, slots, null_slot):
 
 
 @gluon.jit
+def _work(
+    cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
+    stride_cu, stride_read, stride_write, stride_fresh, V: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What a program does, looked up by each set of warps for itself: slice of V, head and sequence; first token, count
+    of tokens, number of the first chunk; chunks of this launch, from the first to the one past the last; where its
+    state is read (-1: it begins with zeros) and written (-1: padding).
+    """
+    i_v = gl.program_id(0) % (V // 64)
+    i_hv = gl.program_id(0) // (V // 64) % HV
+    i_n = gl.program_id(0) // (V // 64) // HV
+    read = gl.load(read_slots + i_n.to(gl.int64) * stride_read).to(gl.int64)
+    write = gl.load(write_slots + i_n.to(gl.int64) * stride_write).to(gl.int64)
+    anew = False
+    if fresh is not None:
+        anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
+    live = _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
+    start, end, base = _span(cu_seqlens, stride_cu, i_n, N, T, C, WARPS)
+    i_first = gl.maximum(first - base, 0)
+    i_last = gl.minimum(first + count - base, (end - start + C - 1) // C)
+    return (
+        i_v, i_hv, i_n, start, end - start, base, i_first, i_last, gl.where(anew, -1, read), gl.where(live, write, -1)
+    )  # fmt: skip
+
+
+@gluon.jit
 def _produce(
-    kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr
-):
-    """Copies the tiles of n chunks, the first at entry `row` and token `token`, each into the next free stage."""
+    kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
+    T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
+    V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies the tiles of the program's chunks, each into the next free stage.
+
+    Nothing that depends on memory is handed over between the warps: Triton passes such words through shared memory, and
+    racecheck takes what passes there for a hazard.
+    """
+    i_v, i_hv, i_n, start, tokens, base, i_first, i_last, read, write = _work(
+        cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
+        stride_cu, stride_read, stride_write, stride_fresh, V, C, 1,
+    )  # fmt: skip
     s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
+    row = (base + i_first - first) * HV + i_hv
+    token = start + i_first * C
+    n = gl.where(write >= 0, i_last - i_first, 0)
     for i in range(n):
         s = i % STAGES
         bar = full.index(s)
@@ -93,19 +133,22 @@ def _produce(
         mbarrier.expect(bar, 3 * C * 128 * 2 + 3 * C * C * 2 + 128 * 4 + C * 64 * 2)
         i_row = row + i * HV
         bulk_load(kq, [i_row * (3 * C), 0], bar, s_kq.index(s))
-        bulk_load(v, [token + i * C, o_hv], bar, s_v.index(s))
-        bulk_load(decays, [i_row, 0], bar, s_d.index(s))
+        bulk_load(v, [token + i * C, i_hv * V + i_v * 64], bar, s_v.index(s))
         bulk_load(xx, [i_row * (3 * C), 0], bar, s_x.index(s))
+        bulk_load(decays, [i_row, 0], bar, s_d.index(s))
         bulk_load(ke, [i_row * (3 * C) + 2 * C, 0], bar, s_ke.index(s))
         bulk_load(aqk, [i_row * (3 * C) + 2 * C, 0], bar, s_a.index(s))
 
 
 @gluon.jit
-def _values(s_v, left, RHS: gl.constexpr, C: gl.constexpr):
-    """v^T as the accumulator of the first product; rows past the end of the sequence may hold anything."""
-    o_c = gl.arange(0, C, gl.SliceLayout(0, RHS))
-    b_v = s_v.permute((1, 0)).load(RHS).to(gl.float32)
-    return gl.where(gl.expand_dims(o_c, 0) < left, b_v, 0.0)
+def _clear_tail(s_v, left, RHS: gl.constexpr, C: gl.constexpr):
+    """Rows of v past the end of the sequence may hold anything; the product multiplies them by zeros."""
+    o_c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, RHS)), 0)
+    b_v = s_v.permute((1, 0)).load(RHS)
+    thread_barrier()
+    s_v.permute((1, 0)).store(gl.where(o_c < left, b_v, 0.0))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
@@ -137,7 +180,7 @@ def _mark(b_s, p_state, stride_s, past, tokens, checkpoint_slots, slots, null_sl
 
 
 @gluon.jit
-def _consume(
+def _advance(
     b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
     p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
     STATE: gl.constexpr, RHS: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
@@ -152,9 +195,15 @@ def _consume(
     b_o = b_zero
     for i in range(n):
         s = i % STAGES
+        left = tokens - (i_first + i) * C
         b_sb = gl.convert_layout(b_s.to(gl.bfloat16), LEFT_S)
         mbarrier.wait(full.index(s), i // STAGES & 1)
+        if left < C:
+            _clear_tail(s_v.index(s), left, RHS, C)
         w_c = warpgroup_mma(b_sb, s_kq.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True)
+        w_r = warpgroup_mma(
+            s_v.index(s).permute((1, 0)), s_x.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True
+        )
         if i > 0:
             s_o.index(i % 2).permute((1, 0)).store(b_o.to(gl.bfloat16))
             fence_async_shared()
@@ -162,10 +211,9 @@ def _consume(
             thread_barrier()
             bulk_store(p_out, [token + (i - 1) * C, o_hv], s_o.index(i % 2))
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES))
-        b_v = _values(s_v.index(s), tokens - (i_first + i) * C, RHS, C)
-        b_rhs, b_q = _apart(warpgroup_mma_wait(0, [w_c]), RHS)
-        b_rhs = gl.convert_layout((b_rhs + b_v).to(gl.bfloat16), LEFT)
-        w_r = warpgroup_mma(b_rhs, s_x.index(s).permute((1, 0)), b_none, use_acc=False, is_async=True)
+        b_y, b_q = _apart(warpgroup_mma_wait(1, [w_c]), RHS)
+        b_y = gl.convert_layout(b_y.to(gl.bfloat16), LEFT)
+        w_r = warpgroup_mma(b_y, s_x.index(s).permute((1, 0)), w_r, is_async=True)
         b_s = b_s * s_d.index(s).load(STATE)
         b_r, b_rl = _apart(warpgroup_mma_wait(0, [w_r]), RHS)
         b_high, b_low = _halves(b_r + b_rl, LEFT)
@@ -183,6 +231,59 @@ def _consume(
     return b_s, b_o
 
 
+@gluon.jit
+def _consume(
+    tiles, full, free, s_o, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
+    T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s, stride_sh, stride_sv, stride_sk,
+    stride_read, stride_write, stride_fresh, stride_mn, stride_mj, stride_ot, stride_oh, stride_od,
+    V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Everything but the copies."""
+    BV: gl.constexpr = 64
+    K: gl.constexpr = 128
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    RHS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    i_v, i_hv, i_n, start, tokens, base, i_first, i_last, read, write = _work(
+        cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
+        stride_cu, stride_read, stride_write, stride_fresh, V, C, 4,
+    )  # fmt: skip
+    o_v = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
+    o_rv = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, RHS)), 1)
+    o_c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, RHS)), 0)
+    out += start.to(gl.int64) * stride_ot + i_hv.to(gl.int64) * stride_oh
+    if (i_first < i_last) & (write >= 0):
+        # Rows first, in 64 bits: what is left is a constant distance from a lane's first channel.
+        p_state = state + i_hv.to(gl.int64) * stride_sh + o_v.to(gl.int64) * stride_sv + o_k * stride_sk
+        p_carry = carry + (i_hv.to(gl.int64) * V + o_v) * K + o_k
+        flip = HV.to(gl.int64) * V * K
+        if i_first > 0:
+            b_s = gl.load(p_carry + turn * flip)
+        else:
+            b_s = gl.load(p_state + read * stride_s, mask=(o_v >= 0) & (read >= 0), other=0.0).to(gl.float32)
+        if checkpoint_slots is not None:
+            checkpoint_slots += i_n.to(gl.int64) * stride_mn
+        b_s, b_o = _advance(
+            b_s, tiles, full, free, s_o, p_out, i_last - i_first, i_first, tokens, start + i_first * C,
+            i_hv * V + i_v * BV, p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
+            STATE, RHS, C, STAGES,
+        )  # fmt: skip
+        o_row = i_last * C - C + o_c
+        o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
+        gl.store(out + o_out, b_o.to(out.dtype.element_ty), mask=(o_row < tokens) & (o_rv >= 0))
+        if i_last * C < tokens:
+            gl.store(p_carry + (1 - turn) * flip, b_s)
+        else:
+            gl.store(p_state + write * stride_s, b_s.to(state.dtype.element_ty))
+        tma.store_wait(0)
+    else:
+        for i in range(i_first, i_last):
+            o_row = i * C + o_c
+            o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
+            m = (o_row < tokens) & (o_rv >= 0)
+            gl.store(out + o_out, gl.zeros([BV, C], out.dtype.element_ty, RHS), mask=m)
+
+
 def _kernel(
     kq, ke, xx, aqk, decays, v, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
     T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s: gl.int64, stride_sh: gl.int64,
@@ -190,91 +291,43 @@ def _kernel(
     stride_ot, stride_oh: gl.int64, stride_od,
     V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BV: gl.constexpr = 64
-    K: gl.constexpr = 128
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    RHS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    i_v = gl.program_id(0) % (V // BV)
-    i_hv = gl.program_id(0) // (V // BV) % HV
-    i_n = gl.program_id(0) // (V // BV) // HV
-    start, end, base = _span(cu_seqlens, stride_cu, i_n, N, T, C)
-    tokens = end - start
-    total = (tokens + C - 1) // C
-    i_first = gl.maximum(first - base, 0)
-    i_last = gl.minimum(first + count - base, total)
-    o_v = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
-    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
-    o_rv = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, RHS)), 1)
-    o_c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, RHS)), 0)
-    out += start.to(gl.int64) * stride_ot + i_hv.to(gl.int64) * stride_oh
-    if i_first < i_last:
-        read = gl.load(read_slots + i_n.to(gl.int64) * stride_read).to(gl.int64)
-        write = gl.load(write_slots + i_n.to(gl.int64) * stride_write).to(gl.int64)
-        anew = False
-        if fresh is not None:
-            anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
-        if _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot)):
-            s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], WIDE)
-            s_ke = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], WIDE)
-            s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, C], NARROW)
-            s_a = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
-            s_d = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decays.layout)
-            s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], WIDE)
-            s_o = gl.allocate_shared_memory(gl.bfloat16, [2, C, BV], WIDE)
-            full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(STAGES):
-                mbarrier.init(full.index(i), count=1)
-                mbarrier.init(free.index(i), count=1)
-            fence_async_shared()
-            thread_barrier()
-            tiles = (s_kq, s_ke, s_x, s_a, s_d, s_v)
-            row = (base + i_first - first) * HV + i_hv
-            token = start + i_first * C
-            o_hv = i_hv * V + i_v * BV
-            n = i_last - i_first
-            p_state = state + i_hv.to(gl.int64) * stride_sh + (o_v * stride_sv + o_k * stride_sk)
-            p_carry = carry + (i_hv.to(gl.int64) * V * K + (o_v * K + o_k))
-            flip = HV.to(gl.int64) * V * K
-            if i_first > 0:
-                b_s = gl.load(p_carry + turn * flip)
-            else:
-                b_s = gl.load(p_state + read * stride_s, mask=(o_v >= 0) & (not anew), other=0.0).to(gl.float32)
-            if checkpoint_slots is not None:
-                checkpoint_slots += i_n.to(gl.int64) * stride_mn
-            b_s, b_o = gl.warp_specialize(
-                [
-                    (_consume, (
-                        b_s, tiles, full, free, s_o, p_out, n, i_first, tokens, token, o_hv,
-                        p_state, stride_s, checkpoint_slots, slots, null_slot, every, marks, stride_mj,
-                        STATE, RHS, C, STAGES,
-                    )),
-                    (_produce, (
-                        kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C, STAGES,
-                    )),
-                ],
-                [1],
-                [24],
-            )  # fmt: skip
-            o_row = i_last * C - C + o_c
-            o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
-            gl.store(out + o_out, b_o.to(out.dtype.element_ty), mask=(o_row < tokens) & (o_rv >= 0))
-            if i_last < total:
-                gl.store(p_carry + (1 - turn) * flip, b_s)
-            else:
-                gl.store(p_state + write * stride_s, b_s.to(state.dtype.element_ty))
-            tma.store_wait(0)
-            for i3 in gl.static_range(STAGES):
-                mbarrier.invalidate(full.index(i3))
-                mbarrier.invalidate(free.index(i3))
-        else:
-            for i in range(i_first, i_last):
-                o_row = i * C + o_c
-                o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
-                m = (o_row < tokens) & (o_rv >= 0)
-                gl.store(out + o_out, gl.zeros([BV, C], out.dtype.element_ty, RHS), mask=m)
+    s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 128], WIDE)
+    s_ke = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 128], WIDE)
+    s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, C], NARROW)
+    s_a = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], NARROW)
+    s_d = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], decays.layout)
+    s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 64], WIDE)
+    s_o = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], WIDE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    thread_barrier()
+    tiles = (s_kq, s_ke, s_x, s_a, s_d, s_v)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                tiles, full, free, s_o, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots,
+                carry, out, T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s, stride_sh,
+                stride_sv, stride_sk, stride_read, stride_write, stride_fresh, stride_mn, stride_mj, stride_ot, stride_oh,
+                stride_od, V, C, STAGES,
+            )),
+            (_produce, (
+                kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
+                T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
+                V, C, STAGES,
+            )),
+        ],
+        [1],
+        [PRODUCER],
+    )  # fmt: skip
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+        mbarrier.invalidate(free.index(i))
 
 
 # What changes from step to step: none of these values may be compiled in.
