@@ -37,7 +37,8 @@ def launch(prepare, K, V, dtype, gate, fused, parameters):
         q, k, g_raw, empty(T, H, dtype=low), empty(9, dtype=torch.int32), empty(T, H, V, dtype=low),
         empty(40, H, 3, CHUNK, K, dtype=kind), empty(40, H, tiles, CHUNK, CHUNK, dtype=kind), empty(40, H, K), 0,
         gate=gate, A_log=empty(H) if parameters else None, dt_bias=empty(H, K) if parameters else None,
-        lower_bound=-5.0, scale=K**-0.5, allow_neg_eigval=False, qk_l2norm=True,
+        lower_bound=-5.0, scale=K**-0.5, allow_neg_eigval=False, qk_l2norm=True, fresh=None, slots=9, null_slot=None,
+        read_slots=empty(8, dtype=torch.int32), write_slots=empty(8, dtype=torch.int32),
     )  # fmt: skip
 
 

@@ -195,6 +195,28 @@ def test_b09_bad_slots_are_padding(bad):
         assert calls.same(other[0], out) and calls.same(other[1], state)
 
 
+@pytest.mark.parametrize("gate", ("soft", "bounded"))
+def test_b09_chunks_of_padding_are_not_prepared(gate):
+    """What would be handed over for them stays as it was; the inverse finds zeros where it looks at all of them."""
+    call = calls.prefill((40, 33, 32, 5), gate=gate, **{**SMALL, "HV": 1})
+    count, gates = 110 // 32 + 6, {n: call.get(n) for n in ("gate", "A_log", "dt_bias")}
+    shapes = (((count, 1, 3, 32, 32), BF16), ((count, 1, 3, 32, 32), BF16), ((count, 1, 32), F32))
+    factors, pairs, decays = (torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in shapes)
+    call = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in call.items()}
+    rows = {"read_slots": [1, 9, -1, 0], "write_slots": [1, 2, 3, 4], "fresh": [False, False, True, False]}
+    rows = {n: torch.tensor(x, device=DEVICE) for n, x in rows.items()}
+    out = torch.full(call["v"].shape, torch.nan, dtype=BF16, device=DEVICE)
+    prepare.prepare(
+        *(call[n] for n in TOKENS if n != "v"), call["cu_seqlens"], out, factors, pairs, decays, 0, **gates, **rows,
+        lower_bound=-5.0, scale=0.1, allow_neg_eigval=False, qk_l2norm=True, slots=7, null_slot=0,
+    )  # fmt: skip
+    live = [1, 2, 5]  # numbers of the chunks of sequences 0 and 2; 3 and 4, and 7, are of padding
+    assert factors[live].isfinite().all() and pairs[live].isfinite().all() and decays[live].isfinite().all()
+    others = [i for i in range(count) if i not in live]
+    assert factors[others].isnan().all() and decays[others].isnan().all() and out.isnan().all()
+    assert pairs[others, :, 2].isnan().all() and not pairs[others, :, :2].nan_to_num(0.0).any()
+
+
 def test_b12_fresh_and_moved_sequences():
     """A fresh sequence owes nothing to its slots; one slot starts two sequences and stays as it was."""
     call = calls.prefill((33, 5), **{**SMALL, "HV": 1})

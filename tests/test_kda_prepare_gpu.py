@@ -34,7 +34,9 @@ def prepared(stage, call, first=0, count=None):
     out = call["out"].clone()
     names = ("gate", "A_log", "dt_bias", "lower_bound", "scale", "allow_neg_eigval", "qk_l2norm")
     tensors = (call[name] for name in ("q", "k", "g_raw", "beta_logits", "cu_seqlens"))
-    stage.prepare(*tensors, out, factors, pairs, decays, first, **{name: call[name] for name in names})
+    rows = {"read_slots": call["read_slots"], "write_slots": call["read_slots"], "fresh": None, "null_slot": None}
+    rows |= {"slots": call["state"].shape[0], **{name: call[name] for name in names}}
+    stage.prepare(*tensors, out, factors, pairs, decays, first, **rows)
     return factors, pairs, decays, out
 
 
@@ -47,9 +49,14 @@ def places(call):
 
 
 def formulas(call, i_t, n, i_hv):
-    """-Kp, Qp, Ke, the scaled inverse, Aqk and exp(Gc) of one chunk and head, in float64, zeros past its n rows."""
+    """-Kp, Qp, Ke, the scaled inverse, Aqk and exp(Gc) of one chunk and head, in float64, zeros past its n rows.
+
+    What k's norms are beyond powers of two is in the inverse and not in Ke.
+    """
     rows, i_h = slice(i_t, i_t + n), i_hv // (call["v"].shape[1] // call["q"].shape[1])
     k, q = (oracle.unit(call[name][rows, i_h].cpu()) for name in ("k", "q"))
+    rest = (call["k"][rows, i_h].cpu().double().square().sum(1) + 1e-6).rsqrt()
+    rest = rest / torch.exp2(rest.log2().floor())
     names = ("A_log", "dt_bias")
     heads = {name: None if call[name] is None else call[name][i_hv : i_hv + 1].cpu() for name in names}
     g = oracle.log_decay(
@@ -60,7 +67,8 @@ def formulas(call, i_t, n, i_hv):
     decay = torch.where((torch.arange(n)[:, None] >= torch.arange(n))[..., None], decay, 0.0)
     Akk, Aqk = (torch.einsum("ic,jc,ijc->ij", x, k, decay) for x in (k, q))
     inverse = torch.linalg.inv(torch.eye(n, dtype=torch.float64) + beta[:, None] * Akk.tril(-1)) * beta
-    Kp, Qp, Ke = k * G.exp(), call["scale"] * q * G.exp(), k * torch.exp(G[-1] - G)
+    inverse, Aqk = rest[:, None] * inverse, Aqk / rest
+    Kp, Qp, Ke = k * G.exp(), call["scale"] * q * G.exp(), k * torch.exp(G[-1] - G) / rest[:, None]
     wide = [torch.nn.functional.pad(x, (0, 0, 0, 32 - n)) for x in (-Kp, Qp, Ke)]
     square = [torch.nn.functional.pad(x, (0, 32 - n, 0, 32 - n)) for x in (inverse, call["scale"] * Aqk)]
     return *wide, *square, G[-1].exp()

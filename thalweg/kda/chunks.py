@@ -53,11 +53,11 @@ def place(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
 
 @triton.jit
 def locate(cu_seqlens, stride, i_chunk, N, T, C: tl.constexpr):
-    """Returns the first token of chunk number i_chunk, its count of tokens (at most 0: no such chunk), and whether a
-    sequence covers it.
+    """Returns the first token of chunk number i_chunk, its count of tokens (at most 0: no such chunk), the sequence
+    that covers it, and whether one does.
     """
     i_span, _, end, i_t = place(cu_seqlens, stride, i_chunk, N, T, C)
-    return i_t, tl.minimum(end - i_t, C), (i_span > 0) & (i_span <= N)
+    return i_t, tl.minimum(end - i_t, C), i_span - 1, (i_span > 0) & (i_span <= N)
 
 
 @triton.jit

@@ -97,7 +97,8 @@ def prefill(
         prepare(
             q, k, g_raw, beta_logits, cu_seqlens, out, *buffers[i % plan.buffers], i * plan.count, gate=gate,
             A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, allow_neg_eigval=allow_neg_eigval,
-            qk_l2norm=qk_l2norm,
+            qk_l2norm=qk_l2norm, read_slots=read_slots, write_slots=write_slots, fresh=fresh, slots=state.shape[0],
+            null_slot=null_slot,
         )  # fmt: skip
 
     def scan_piece(i: int) -> None:

@@ -16,6 +16,8 @@ meet in halves (`halving`), and every exponent is at most 0.
     A_log        [HV] float32 or None; dt_bias [HV, K] float32 or None
     cu_seqlens   [N + 1]      int32 or int64
     out          [T, HV, V]   tokens no sequence covers are set to zero here
+    read_slots, write_slots [N], fresh [N] or None   as `scan` takes them, of a pool of `slots`: chunks of padding are
+                 passed over, and what is handed over for them may be anything
   handed over, one entry a chunk number (`chunks`) and head, for chunk numbers first .. first + count - 1:
     factors      [count, HV, 3, C, BK]    -Kp, Qp, Ke; BK is K rounded up to a power of two, zeros there
     pairs        [count, HV, 3, C, C]     inverse as high + low bf16, Aqk; in float32: inverse, Aqk and no third
@@ -37,6 +39,7 @@ from thalweg.kda.anchor import anchored, frame
 from thalweg.kda.gate import LOG2E, log_decay
 from thalweg.kda.halving import half_scores, unit_lower_inverse
 from thalweg.kda.products import halves, sums
+from thalweg.kda.slots import row
 from thalweg.kda.substitution import invert
 
 FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
@@ -135,25 +138,38 @@ def _unfold(b, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def _unit(b, scale, C: tl.constexpr, BC: tl.constexpr):
-    """Rows of a raw tile, normalised and scaled, folded, in float32."""
+def _norm(b):
+    """What takes the rows of a raw tile to length 1."""
     b_x = b.to(tl.float32)
-    b_norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6) * scale
-    return _fold(b, C, BC).to(tl.float32) * tl.trans(tl.reshape(b_norm, [2, C // 2]))[None, :, :, None, None]
+    return tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)
+
+
+@triton.jit
+def _octave(b_norm):
+    """A power of two and the rest, 1 or between 1 and 2: their product is b_norm."""
+    b_bits = b_norm.to(tl.int32, bitcast=True)
+    b_rest = (b_bits & 0x7FFFFF) | 0x3F800000
+    return (b_bits & 0x7F800000).to(tl.float32, bitcast=True), b_rest.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rows_of(b, C: tl.constexpr):
+    """A value a row, as it meets folded tiles."""
+    return tl.trans(tl.reshape(b, [2, C // 2]))[None, :, :, None, None]
 
 
 def _anchored_kernel(
-    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
+    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, read_slots, write_slots, fresh, out, factors, pairs, decays,
     T, N, first, HV, group, bound, anchor, scale, down_k, down_q, up_q,
     stride_qt, stride_qh: tl.int64, stride_qd, stride_kt, stride_kh: tl.int64, stride_kd,
     stride_gt, stride_gh: tl.int64, stride_gd, stride_bt, stride_bh: tl.int64, stride_a, stride_dh: tl.int64, stride_dd,
-    stride_ot, stride_oh: tl.int64, stride_od, stride_cu,
+    stride_ot, stride_oh: tl.int64, stride_od, stride_cu, stride_read, stride_write, stride_fresh, slots, null_slot,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, DOUBLED: tl.constexpr,
 ):  # fmt: skip
     """One anchor a chunk; leaves L and beta in pairs for `substitution.invert`. bound and anchor in base 2."""
     i_hv = tl.program_id(0) % HV
     i_entry = tl.program_id(0) // HV
-    i_t, n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
+    i_t, n, i_n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
     i_hv = i_hv.to(tl.int64)
     i_t = i_t.to(tl.int64)
     o_r = tl.arange(0, C)[:, None]
@@ -162,6 +178,10 @@ def _anchored_kernel(
     if not covered:
         _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V, C)
         n = 0
+    if n > 0:
+        n *= row(
+            read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh
+        )[3].to(tl.int32)
     if n <= 0:
         tl.store(p_lower + o_r * C + tl.arange(0, C)[None, :], tl.zeros([C, C], tl.float32))
     if n > 0:
@@ -199,13 +219,15 @@ def _anchored_kernel(
         b_all = tl.sum(b_half, 1)
         b_cum += tl.where(o_half == 1, b_before[:, None, None, :, :], 0.0) - anchor
         b_w = tl.exp2(b_cum)
-        b_k = _unit(b_k, 1.0, C, BC)
+        b_octave, b_rest = _octave(_norm(b_k))
+        b_k = _fold(b_k, C, BC).to(tl.float32) * _rows_of(b_octave, C)
         b_kp = (b_k * b_w).to(tl.bfloat16)
-        b_qp = (_unit(b_q, scale, C, BC) * b_w).to(tl.bfloat16)
+        b_qp = (_fold(b_q, C, BC).to(tl.float32) * _rows_of(_norm(b_q) * scale, C) * b_w).to(tl.bfloat16)
         b_ke = b_k * tl.exp2(-b_cum)
+        b_twice = tl.reshape(tl.permute(tl.join(b_rest, b_rest), [1, 0]), [2 * C])[:, None]
         p_f = factors + o_r * BK + o_d
         m_k = (o_r < C) & (o_d < BK)
-        tl.store(p_f, _unfold(b_kp * tl.full([1, 1, 1, 1, 1], -down_k, tl.bfloat16), C, BC), mask=m_k)
+        tl.store(p_f, (_unfold(b_kp, C, BC).to(tl.float32) * (b_rest * -down_k)[:, None]).to(tl.bfloat16), mask=m_k)
         tl.store(p_f + C * BK, _unfold(b_qp * tl.full([1, 1, 1, 1, 1], down_q, tl.bfloat16), C, BC), mask=m_k)
         b_last = (b_ke * tl.exp2(b_all - anchor)[:, None, None, :, :]).to(tl.bfloat16)
         tl.store(p_f + 2 * C * BK, _unfold(b_last, C, BC), mask=m_k)
@@ -221,28 +243,33 @@ def _anchored_kernel(
         b_beta = tl.sigmoid(b_beta) * (2.0 if DOUBLED else 1.0)
         b_Aqk = tl.where(o_i - C >= o_j, b_scores * up_q, 0.0)
         tl.store(pairs + C * C + o_i * C + o_j, b_Aqk.to(tl.bfloat16), mask=(o_i >= C) & (o_j < C))
-        b_lower = tl.where(o_i == o_j, b_beta, b_scores * b_beta)
+        b_beta *= b_twice
+        b_lower = tl.where(o_i == o_j, b_beta, b_scores * (b_beta * b_twice))
         tl.store(p_lower + o_i * C + o_j, b_lower, mask=(o_i < C) & (o_j < C))
 
 
 def _kernel(
-    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
+    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, read_slots, write_slots, fresh, out, factors, pairs, decays,
     T, N, first, width, HV, group, lower_bound, scale,
     stride_qt, stride_qh: tl.int64, stride_qd, stride_kt, stride_kh: tl.int64, stride_kd,
     stride_gt, stride_gh: tl.int64, stride_gd, stride_bt, stride_bh: tl.int64, stride_a, stride_dh: tl.int64, stride_dd,
-    stride_ot, stride_oh: tl.int64, stride_od, stride_cu,
+    stride_ot, stride_oh: tl.int64, stride_od, stride_cu, stride_read, stride_write, stride_fresh, slots, null_slot,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
     NORM: tl.constexpr, DOUBLED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     i_hv = tl.program_id(0) % HV
     i_entry = tl.program_id(0) // HV
-    i_t, n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
+    i_t, n, i_n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
     i_hv = i_hv.to(tl.int64)
     i_t = i_t.to(tl.int64)
     o_t = tl.arange(0, C)
     if not covered:
         _clear(out, i_t, i_hv, n, stride_ot, stride_oh, stride_od, V, C)
         n = 0
+    if n > 0:
+        n *= row(
+            read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh
+        )[3].to(tl.int32)
     if n > 0:
         i_h = (i_hv.to(tl.int32) // group).to(tl.int64)
         q += i_t * stride_qt + i_h * stride_qh
@@ -256,9 +283,12 @@ def _kernel(
             b_rate = tl.exp(tl.load(A_log + i_hv * stride_a))
         b_qn = 1.0
         b_kn = 1.0
+        b_rest = tl.full([C, 1], 1.0, tl.float32)  # of k's norm: what Ke leaves out, so that bf16 keeps k's digits
         if NORM:
             b_qn = _inverse_norm(q, o_t, stride_qt, stride_qd, n, width, K, BK, BD)[:, None]
             b_kn = _inverse_norm(k, o_t, stride_kt, stride_kd, n, width, K, BK, BD)[:, None]
+            if PRODUCTS == "bf16":
+                b_rest = _octave(b_kn)[1]
         b_Aqk = tl.zeros([C, C], tl.float32)
         b_Akk = tl.zeros([C, C], tl.float32)
         o_i = tl.arange(0, C)[:, None]
@@ -276,25 +306,30 @@ def _kernel(
             b_k = _rows(k, o_t, o_d, stride_kt, stride_kd, n, K, BK) * b_kn
             b_q = _rows(q, o_t, o_d, stride_qt, stride_qd, n, K, BK) * b_qn
             b_all = tl.sum(b_g, 0)
-            b_qs, b_ks = half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
-            b_Aqk += b_qs
-            b_Akk += b_ks
+            if PRODUCTS != "bf16":  # before what is handed over, or 8 bytes spill; in bf16 behind it, or 8 bytes spill
+                b_qs, b_ks = half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
+                b_Aqk += b_qs
+                b_Akk += b_ks
             b_w = tl.exp2(sums(tl.where(o_j <= o_i, 1.0, 0.0), b_g, PRODUCTS))
             b_kp = b_k * b_w
             b_qp = b_q * b_w * scale
-            b_ke = b_k * tl.exp2(sums(tl.where(o_j > o_i, 1.0, 0.0), b_g, PRODUCTS))
+            b_ke = b_k * (1.0 / b_rest) * tl.exp2(sums(tl.where(o_j > o_i, 1.0, 0.0), b_g, PRODUCTS))
             p_f = factors + o_i * BK + o_d[None, :]
             tl.store(p_f, (-b_kp).to(factors.dtype.element_ty))
             tl.store(p_f + C * BK, b_qp.to(factors.dtype.element_ty))
             tl.store(p_f + 2 * C * BK, b_ke.to(factors.dtype.element_ty))
             tl.store(decays + o_d, tl.exp2(b_all))
+            if PRODUCTS == "bf16":
+                b_qs, b_ks = half_scores(b_q, b_k, b_g, n, C, PRODUCTS)
+                b_Aqk += b_qs
+                b_Akk += b_ks
         p_beta = beta_logits + i_t * stride_bt + i_hv * stride_bh
         b_beta = tl.sigmoid(tl.load(p_beta + o_t * stride_bt, mask=o_t < n, other=0.0).to(tl.float32))
         b_beta = tl.where(o_t < n, b_beta * (2.0 if DOUBLED else 1.0), 0.0)
-        b_Aqk = tl.where(o_i >= o_j, b_Aqk * scale, 0.0)
+        b_Aqk = tl.where(o_i >= o_j, b_Aqk * scale / tl.trans(b_rest), 0.0)
         b_Akk = tl.where(o_i > o_j, b_Akk * b_beta[:, None], 0.0)
         b_x = unit_lower_inverse(b_Akk, n, C, "bf16x3" if PRODUCTS == "bf16" else PRODUCTS)
-        b_x = b_x * tl.trans(b_beta[:, None])
+        b_x = b_x * b_rest * tl.trans(b_beta[:, None])
         p_pairs = pairs + o_i * C + o_j
         if PRODUCTS == "bf16":
             b_high, b_low = halves(b_x)
@@ -309,9 +344,10 @@ def _kernel(
 # T and N change from step to step, and strides of head-major views with them: none of their values may be compiled in.
 # Nor may `width`, which is BK: a loop over channels that the compiler can count it unrolls, and then spills.
 SPARED = {
-    "do_not_specialize": ["T", "N", "first", "stride_cu", "stride_bt", "stride_bh", "stride_a", "stride_dh"],
-    "do_not_specialize_on_alignment": ["cu_seqlens", "beta_logits", "A_log"],
-}
+    "do_not_specialize": ["T", "N", "first", "slots", "null_slot", "stride_cu", "stride_read", "stride_write",
+                          "stride_fresh", "stride_bt", "stride_bh", "stride_a", "stride_dh"],
+    "do_not_specialize_on_alignment": ["cu_seqlens", "read_slots", "write_slots", "fresh", "beta_logits", "A_log"],
+}  # fmt: skip
 kernel = triton.jit(_kernel, **SPARED | {"do_not_specialize": SPARED["do_not_specialize"] + ["width"]})
 anchored_kernel = triton.jit(_anchored_kernel, **SPARED)
 
@@ -335,6 +371,11 @@ def prepare(
     scale: float,
     allow_neg_eigval: bool,
     qk_l2norm: bool,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    fresh: torch.Tensor | None,
+    slots: int,
+    null_slot: int | None,
     config: Config | None = None,
 ) -> None:
     """Launches the kernels, a program a chunk number and head; arguments as the module's docstring says.
@@ -346,11 +387,12 @@ def prepare(
     count, _, _, C, BK = factors.shape
     shape = Shape(K, out.dtype, gate, lower_bound, qk_l2norm, scale, dt_bias is not None)
     config = config or choose(shape, arch(q.device))
-    tensors = (q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays)
+    rows = (cu_seqlens, read_slots, write_slots, fresh)
+    tensors = (q, k, g_raw, beta_logits, A_log, dt_bias, *rows, out, factors, pairs, decays)
     strides = (
         *q.stride(), *k.stride(), *g_raw.stride(), *beta_logits.stride(),
         A_log.stride(0) if A_log is not None else 0, *(dt_bias.stride() if dt_bias is not None else (0, 0)),
-        *out.stride(), cu_seqlens.stride(0),
+        *out.stride(), *(0 if x is None else x.stride(0) for x in rows), slots, -1 if null_slot is None else null_slot,
     )  # fmt: skip
     N = cu_seqlens.shape[0] - 1
     with current(q.device):

@@ -82,6 +82,14 @@ def _times(x, y):
 
 
 @gluon.jit
+def _octaves(x, octave):
+    """x times a power of two, which octave holds twice in bf16: exact, two at a time."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r,r", [x, octave + gl.zeros_like(x).to(gl.int32)], gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -96,7 +104,7 @@ def _offsets(cu_seqlens, stride, first, N, T):
 
 @gluon.jit
 def _locate(cu_seqlens, stride, i_chunk, N, T):
-    """`chunks.locate`: the chunk's first token, its count of tokens, whether a sequence covers it."""
+    """`chunks.locate`: the chunk's first token, its count of tokens, its sequence, whether one covers it."""
     i_span = N + 1
     for first in range(0, N + 1, OFFSETS):
         o_cu, b_cu = _offsets(cu_seqlens, stride, first, N, T)
@@ -110,12 +118,28 @@ def _locate(cu_seqlens, stride, i_chunk, N, T):
         end = gl.maximum(end, gl.max(gl.where(o_cu <= i_span, b_cu, 0), 0))
     end = gl.where(i_span > N, T, end)
     i_t = start + (i_chunk - start // C - i_span) * C
-    return i_t, gl.minimum(end - i_t, C), (i_span > 0) & (i_span <= N)
+    return i_t, gl.minimum(end - i_t, C), i_span - 1, (i_span > 0) & (i_span <= N)
+
+
+@gluon.jit
+def _good(slot, slots, null_slot):
+    return (slot >= 0) & (slot < slots) & (slot != null_slot)
+
+
+@gluon.jit
+def _live(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh):
+    """`slots.row`: whether sequence i_n is no padding."""
+    read = gl.load(read_slots + i_n.to(gl.int64) * stride_read).to(gl.int64)
+    write = gl.load(write_slots + i_n.to(gl.int64) * stride_write).to(gl.int64)
+    anew = False
+    if fresh is not None:
+        anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
+    return _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
 
 
 @gluon.jit
 def _empty(out, lower, i_t, i_hv, n, covered, stride_ot, stride_oh, stride_od, V: gl.constexpr):
-    """A chunk number without tokens of a sequence: nothing to invert; zeros in the n rows that no sequence covers."""
+    """A chunk number without tokens of a live sequence: nothing to invert; zeros in the n rows that no sequence covers."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, C, gl.SliceLayout(1, TILE))[:, None]
     o_c = gl.arange(0, 64, gl.SliceLayout(0, TILE))[None, :]
@@ -148,10 +172,10 @@ def _whole(b, TILE: gl.constexpr):
 
 @gluon.jit
 def _kernel(
-    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
+    q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, read_slots, write_slots, fresh, out, factors, pairs, decays,
     T, N, first, HV, group, bound, anchor, scale, down_k, down_q, up_q,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_gt, stride_gh, stride_bt, stride_bh, stride_a, stride_dh,
-    stride_dd, stride_ot, stride_oh, stride_od, stride_cu,
+    stride_dd, stride_ot, stride_oh, stride_od, stride_cu, stride_read, stride_write, stride_fresh, slots, null_slot,
     V: gl.constexpr, DOUBLED: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0])
@@ -167,17 +191,21 @@ def _kernel(
     i_head = gl.program_id(0) % HV
     i_hv = i_head.to(gl.int64)
     i_entry = gl.program_id(0) // HV
-    i_t, n, covered = _locate(cu_seqlens, stride_cu, first + i_entry, N, T)
+    i_t, n, i_n, covered = _locate(cu_seqlens, stride_cu, first + i_entry, N, T)
+    live = False
+    if covered & (n > 0):
+        live = _live(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh)
     i_row = i_entry.to(gl.int64) * HV + i_hv
     pairs += i_row * (3 * C * C)
     lower = pairs.to(gl.pointer_type(gl.float32), bitcast=True)
-    if (n <= 0) | (not covered):
+    if not live:
         _empty(out, lower, i_t, i_hv, n, covered, stride_ot, stride_oh, stride_od, V)
         n = 0
     if n > 0:
         rows = gl.allocate_shared_memory(gl.bfloat16, [2 * C, K], OPERAND)
         others = gl.allocate_shared_memory(gl.bfloat16, [C, K], OPERAND)
         norms = gl.allocate_shared_memory(gl.float32, [2 * C], LINE)
+        octaves = gl.allocate_shared_memory(gl.int32, [2 * C], LINE)
         sums = gl.allocate_shared_memory(gl.float32, [2 * K], LINE)
         token = i_t.to(gl.int64)
         i_h = (i_head // group).to(gl.int64)
@@ -208,7 +236,11 @@ def _kernel(
         o_gram = gl.arange(0, 2 * C, gl.SliceLayout(1, GRAM))
         m_gram = o_gram[:, None] == gl.arange(0, 2 * C, gl.SliceLayout(0, GRAM))[None, :]
         b_norm = gl.rsqrt(gl.sum(gl.where(m_gram, b_gram, 0.0), 1) + 1e-6)
-        norms.store(b_norm * gl.where(o_gram < C, 1.0, scale))
+        # A power of two, twice in bf16, and what is left between 1 and 2: k scaled by the first keeps every digit.
+        b_bits = b_norm.to(gl.int32, bitcast=True)
+        b_octave = b_bits & 0x7F800000
+        octaves.store(b_octave | b_octave >> 16)
+        norms.store(gl.where(o_gram < C, (b_bits & 0x7FFFFF | 0x3F800000).to(gl.float32, bitcast=True), b_norm * scale))
         thread_barrier()
         b_before = sums.slice(0, K).load(CHANNELS)
         b_all = b_before + sums.slice(K, K).load(CHANNELS)
@@ -218,10 +250,12 @@ def _kernel(
         b_qn = gl.reshape(norms.slice(C, C).load(gl.SliceLayout(1, TILE)), [2, C // 2])
         b_kn = gl.convert_layout(b_kn, gl.SliceLayout(2, HALVES), True)[:, :, None]
         b_qn = gl.convert_layout(b_qn, gl.SliceLayout(2, HALVES), True)[:, :, None]
-        b_k = _halved(rows.slice(0, C).load(TILE), HALVES).to(gl.float32) * b_kn
+        b_o = gl.reshape(octaves.slice(0, C).load(gl.SliceLayout(1, TILE)), [2, C // 2])
+        b_o = gl.convert_layout(b_o, gl.SliceLayout(2, HALVES), True)[:, :, None]
+        b_k = _octaves(_halved(rows.slice(0, C).load(TILE), HALVES), b_o).to(gl.float32)
         b_q = _halved(rows.slice(C, C).load(TILE), HALVES).to(gl.float32) * b_qn
         b_w = _exp2(b_cum)
-        b_kp = (b_k * b_w).to(gl.bfloat16)
+        b_kp = (b_k * b_kn * b_w).to(gl.bfloat16)
         b_qp = (b_q * b_w).to(gl.bfloat16)
         b_ke = b_k * _exp2(-b_cum)
         rows.slice(0, C).store(_whole(b_kp, TILE))
@@ -239,7 +273,9 @@ def _kernel(
         o_1 = gl.arange(0, 2 * C, gl.SliceLayout(1, SCORES))
         p_beta = beta_logits + token * stride_bt + i_hv * stride_bh + o_1 % C * stride_bt
         b_beta = gl.load(p_beta, mask=o_1 % C < n, other=-float("inf")).to(gl.float32)
-        b_beta = _reciprocal(1.0 + _exp2(-LOG2E * b_beta)) * (2.0 if DOUBLED else 1.0)
+        b_beta = _reciprocal(1.0 + _exp2(-LOG2E * b_beta)) * norms.load(gl.SliceLayout(1, SCORES))
+        if DOUBLED:
+            b_beta *= 2.0
         o_i = o_1[:, None]
         o_j = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
         # Right of the diagonal may stand infinities, which nothing reads.
@@ -253,9 +289,9 @@ def _kernel(
 
 kernel = gluon.jit(
     _kernel.fn,
-    do_not_specialize=["T", "N", "first", "HV", "group", "stride_cu", "stride_bt", "stride_bh", "stride_a",
-                       "stride_dh"],
-    do_not_specialize_on_alignment=["cu_seqlens", "beta_logits", "A_log"],
+    do_not_specialize=["T", "N", "first", "HV", "group", "slots", "null_slot", "stride_cu", "stride_read",
+                       "stride_write", "stride_fresh", "stride_bt", "stride_bh", "stride_a", "stride_dh"],
+    do_not_specialize_on_alignment=["cu_seqlens", "read_slots", "write_slots", "fresh", "beta_logits", "A_log"],
 )  # fmt: skip
 
 
@@ -278,18 +314,25 @@ def prepare(
     scale: float,
     allow_neg_eigval: bool,
     qk_l2norm: bool,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    fresh: torch.Tensor | None,
+    slots: int,
+    null_slot: int | None,
 ) -> None:
     """Launches the kernels, a program a chunk number and head; arguments as `prepare.prepare`'s, as `why_not` takes
     them. No sync, no allocation.
     """
     T, H, _ = q.shape
     HV, V = out.shape[1:]
+    rows = (cu_seqlens, read_slots, write_slots, fresh)
     with current(q.device):
         kernel[(factors.shape[0] * HV,)](
-            q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, out, factors, pairs, decays,
+            q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, read_slots, write_slots, fresh, out, factors, pairs, decays,
             T, cu_seqlens.shape[0] - 1, first, HV, HV // H, *frame(lower_bound, scale),
             *q.stride()[:2], *k.stride()[:2], *g_raw.stride()[:2], *beta_logits.stride(),
             A_log.stride(0) if A_log is not None else 0, *(dt_bias.stride() if dt_bias is not None else (0, 0)),
-            *out.stride(), cu_seqlens.stride(0), V=V, DOUBLED=allow_neg_eigval, **choose().options,
+            *out.stride(), *(0 if x is None else x.stride(0) for x in rows), slots,
+            -1 if null_slot is None else null_slot, V=V, DOUBLED=allow_neg_eigval, **choose().options,
         )  # fmt: skip
     invert(pairs)

@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from thalweg.device import arch, current
 from thalweg.kda import chunks
 from thalweg.kda.products import halves, product
-from thalweg.kda.slots import good
+from thalweg.kda.slots import good, row
 
 
 class Shape(NamedTuple):
@@ -142,12 +142,9 @@ def _kernel(
     i_first = tl.maximum(first - base, 0)
     i_last = tl.minimum(first + count - base, total)
     if i_first < i_last:
-        read = tl.load(read_slots + i_n.to(tl.int64) * stride_read).to(tl.int64)
-        write = tl.load(write_slots + i_n.to(tl.int64) * stride_write).to(tl.int64)
-        anew = False
-        if fresh is not None:
-            anew = tl.load(fresh + i_n.to(tl.int64) * stride_fresh) != 0
-        live = good(write, slots, null_slot) & (anew | good(read, slots, null_slot))
+        read, write, anew, live = row(
+            read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh
+        )
         o_t = tl.arange(0, C)
         o_k = tl.arange(0, BK)
         m_v = (o_v < V)[:, None]

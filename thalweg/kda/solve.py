@@ -119,7 +119,7 @@ def _kernel(
         lower += (i_block // blocks) * stride_lb
         out += (i_block // blocks) * stride_ob
     else:
-        i_t, n, covered = chunks.locate(cu_seqlens, stride_cu, i_block, N, T, C)
+        i_t, n, _, covered = chunks.locate(cu_seqlens, stride_cu, i_block, N, T, C)
     lower += i_t.to(tl.int64) * stride_lt
     out += i_t.to(tl.int64) * stride_ot
     if not covered:
