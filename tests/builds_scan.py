@@ -5,23 +5,42 @@ import sys
 import aot
 import torch
 
+# K, V, dtype, whether there are checkpoints
 WANTED = {
-    "sm_90a": [(128, 128, False), (128, 128, True), (64, 64, False)],
-    "gfx950": [(128, 128, False), (64, 64, False)],
+    "sm_90a": [
+        (128, 128, "bfloat16", False),
+        (128, 128, "bfloat16", True),
+        (64, 64, "bfloat16", False),
+        (256, 128, "bfloat16", True),
+        (128, 128, "float16", True),
+        (64, 128, "float32", True),
+        (256, 128, "float32", False),
+    ],
+    "gfx950": [(128, 128, "bfloat16", False), (64, 64, "bfloat16", False), (128, 128, "float32", False)],
 }
-TENSOR_CORES = {"sm_90a": ("wgmma.mma_async", r"cp.async.bulk.tensor.3d"), "gfx950": ("v_mfma",)}
 
 
-def launched(scan, K, V, marks):
-    """A launch of a scan on bfloat16 tokens, with checkpoints or without."""
+def demanded(target, K, dtype):
+    """Tensor cores wherever products are not of float32."""
+    if target == "gfx950":
+        return ("v_mfma",) if dtype == "bfloat16" else ()
+    if dtype == "bfloat16" and K <= 128:
+        return ("wgmma.mma_async", r"cp.async.bulk.tensor.3d")
+    return () if (K, dtype) == (64, "float32") else (r"mma\.sync",)
+
+
+def launched(scan, K, V, dtype, marks):
+    """A launch of a scan, with checkpoints or without."""
 
     def empty(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     count, T, HV = 259, 8192, 64
-    tiles = (empty(count, HV, 3, 32, n, dtype=torch.bfloat16) for n in (K, 32))
+    given = getattr(torch, dtype)
+    kind, pairs = (given, 3) if given == torch.bfloat16 else (torch.float32, 2)
+    tiles = (empty(count, HV, n, 32, width, dtype=kind) for n, width in ((3, K), (pairs, 32)))
     decays, carry = (empty(*shape, dtype=torch.float32) for shape in ((count, HV, K), (2, HV, V, K)))
-    v, out = (empty(T, HV, V, dtype=torch.bfloat16) for _ in range(2))
+    v, out = (empty(T, HV, V, dtype=given) for _ in range(2))
     state, slots = empty(9, HV, V, K, dtype=torch.float32), empty(1)
     scan(
         *tiles, decays, v, empty(2), state, slots, slots, carry, out, 0, 0, fresh=None, null_slot=None,
@@ -30,23 +49,19 @@ def launched(scan, K, V, marks):
 
 
 def builds(target):
-    import triton
-
     from thalweg.kda import scan, scan_gluon
 
-    later, found = triton.__version__ >= "3.7", {}
-    for K, V, marks in WANTED[target]:
-        name = f"{K} x {V}" + " checkpoints" * marks
-        # Checkpoints: addresses of the state live through the loop, a few words of them in memory. The assembler of
-        # Triton 3.9 spills 88 and 48 bytes, that of 3.6 none and 24.
-        spilled = 96 if later and target == "sm_90a" else 40 * marks
+    found = {}
+    for K, V, dtype, marks in WANTED[target]:
+        name = f"{K} x {V} {dtype}" + " checkpoints" * marks
         found[f"scan {name}"] = aot.Build(
-            lambda K=K, V=V, marks=marks: launched(scan.scan, K, V, marks), TENSOR_CORES[target], 512, spilled,
-            480 if target == "gfx950" else None,  # Triton 3.9 spills 424 bytes there
+            lambda args=(K, V, dtype, marks): launched(scan.scan, *args), demanded(target, K, dtype),
+            # Triton 3.9 spills 260 bytes at 128 x 128 on gfx950, and a few words of addresses for checkpoints.
+            newer_spilled=272 if target == "gfx950" else 40 * marks,
         )  # fmt: skip
-        if target == "sm_90a" and K == 128:
+        if target == "sm_90a" and (K, dtype) == (128, "bfloat16"):
             found[f"scan_gluon {name}"] = aot.Build(
-                lambda K=K, V=V, marks=marks: launched(scan_gluon.scan, K, V, marks),
+                lambda args=(K, V, dtype, marks): launched(scan_gluon.scan, *args),
                 ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor.2d.global", "stmatrix"),
                 128,
             )

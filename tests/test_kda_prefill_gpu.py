@@ -12,7 +12,7 @@ from thalweg.kda import kda_prefill_workspace, library, workspace
 
 pytestmark = pytest.mark.gpu
 
-BF16 = torch.bfloat16
+BF16, F16 = torch.bfloat16, torch.float16
 IMPLS = ("hopper", "triton")
 TOKENS = ("q", "k", "v", "g_raw", "beta_logits")
 LARGE = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": BF16}
@@ -257,6 +257,38 @@ def test_b07_b23_rows_and_slots_past_2_31_elements(impl):
     call |= {"state": pool, "read_slots": torch.tensor([slots - 1], device="cuda")}
     out = kda.kda_prefill(**call, impl=impl)
     assert calls.same(out, wanted[0]) and calls.same(pool[-1], wanted[1][1])
+
+
+@pytest.mark.parametrize("bad", (-1, 99, 2**40, 6))
+def test_b09_padding_is_passed_over(impl, bad):
+    """NaN in all that a padding sequence holds reaches nothing; its rows are zeros, its slots as they were."""
+    call = on_gpu(calls.prefill((100, 70, 33), index=torch.int64, **LARGE))
+    for name in TOKENS:
+        call[name][100:170] = torch.nan
+    slots = torch.tensor([1, bad, 3], device="cuda")
+    out, state = run(call, impl, read_slots=slots, null_slot=6)
+    assert not out[100:170].any() and calls.same(state[[0, 2, 4, 5]], call["state"][[0, 2, 4, 5]])
+    for lo, hi, slot in ((0, 100, 1), (170, 203, 3)):
+        cu, own = torch.tensor([0, hi - lo], device="cuda"), torch.tensor([slot], device="cuda")
+        alone = {n: call[n][lo:hi].clone() for n in TOKENS}
+        got, after = run({**call, **alone}, impl, cu_seqlens=cu, read_slots=own)
+        assert calls.same(got, out[lo:hi]) and calls.same(after[slot], state[slot])
+
+
+@pytest.mark.parametrize("K,dtype,worst", ((128, torch.float32, 2e-6), (256, torch.float32, 2e-6), (128, F16, 4e-4)))
+def test_float32_tiles_keep_their_digits(K, dtype, worst):
+    """Where the products of float32 would not fit registers they are of three in tf32."""
+    call = on_gpu(calls.prefill((130, 3), H=1, HV=2, K=K, V=64, dtype=dtype))
+    check(call, *run(call, "triton"), worst=worst)
+
+
+def test_equal_keys_leave_the_same_error_whatever_the_length(impl):
+    """What a rounded key leaves beside its own direction would add up: 2.2e-2 of the state after 2,048 tokens."""
+    call = on_gpu(calls.prefill((2048,), **LARGE))
+    key = torch.randn(1, 1, 128, device="cuda").expand(2048, 1, 128).to(BF16).contiguous()
+    call |= {"k": key, "q": key, "A_log": torch.zeros(2, device="cuda"), "dt_bias": torch.zeros(2, 128, device="cuda")}
+    call |= {"g_raw": torch.full_like(call["g_raw"], -12.0), "beta_logits": torch.full_like(call["beta_logits"], 8.0)}
+    check(call, *run(call, impl), worst=5e-3)
 
 
 def test_b12_a_slot_used_before_leaves_nothing(impl):

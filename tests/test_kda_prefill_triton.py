@@ -277,8 +277,10 @@ def test_choices(device):
     assert anchored() and not anchored(bound=-5.1) and not anchored("soft") and not anchored("given")
     assert not anchored(unit=False) and not anchored(dtype=F32) and not anchored(scale=1e5) and not anchored(bound=1.0)
     for dtype, form in ((BF16, "bf16"), (F32, "ieee"), (F16, "tf32x3" if device == "sm_90" else "ieee")):
-        config = prepare.choose(prepare.Shape(128, dtype, "soft", -5.0, True, 0.1, True), device)
-        assert config.products == scan.choose(scan.Shape(128, 128, dtype), device).products == form and config.reason
+        config = prepare.choose(prepare.Shape(64, dtype, "soft", -5.0, True, 0.1, True), device)
+        assert config.products == scan.choose(scan.Shape(64, 128, dtype), device).products == form and config.reason
+    wide = scan.choose(scan.Shape(128, 128, F32), device)  # where float32 sums would spill
+    assert wide.products == ("tf32x3" if device == "sm_90" else "ieee") and wide.channels == 32 and wide.reason
 
 
 def test_the_inverse_of_an_odd_number_of_blocks_in_place():

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+FORGOTTEN = tl.constexpr(-1000.0)  # a log decay whose exp is zero: what is below it changes nothing but overflow
 
 
 @triton.jit
@@ -25,3 +26,9 @@ def log_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
         return -b_rate * softplus(b_x + b_bias)
     else:
         return lower_bound / (1.0 + tl.exp2((b_rate * -LOG2E) * (b_x + b_bias)))
+
+
+@triton.jit
+def log2_decay(b_x, b_rate, b_bias, lower_bound, GATE: tl.constexpr):
+    """Log decay in base 2, not below what any product forgets."""
+    return tl.maximum(log_decay(b_x, b_rate, b_bias, lower_bound, GATE), FORGOTTEN) * LOG2E

@@ -85,7 +85,12 @@ def _times(x, y):
 def _octaves(x, octave):
     """x times a power of two, which octave holds twice in bf16: exact, two at a time."""
     return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r,r", [x, octave + gl.zeros_like(x).to(gl.int32)], gl.bfloat16, is_pure=True, pack=2
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r,r",
+        [x, octave + gl.zeros_like(x).to(gl.int32)],
+        gl.bfloat16,
+        is_pure=True,
+        pack=2,
     )
 
 
@@ -103,8 +108,29 @@ def _offsets(cu_seqlens, stride, first, N, T):
 
 
 @gluon.jit
-def _locate(cu_seqlens, stride, i_chunk, N, T):
-    """`chunks.locate`: the chunk's first token, its count of tokens, its sequence, whether one covers it."""
+def _good(slot, slots, null_slot):
+    return (slot >= 0) & (slot < slots) & (slot != null_slot)
+
+
+@gluon.jit
+def _live(read_slots, write_slots, fresh, o_n, m, slots, null_slot, stride_read, stride_write, stride_fresh):
+    """`slots.row`: whether sequences o_n are no padding."""
+    read = gl.load(read_slots + o_n.to(gl.int64) * stride_read, mask=m, other=-1).to(gl.int64)
+    write = gl.load(write_slots + o_n.to(gl.int64) * stride_write, mask=m, other=-1).to(gl.int64)
+    live = _good(read, slots, null_slot)
+    if fresh is not None:
+        live = live | (gl.load(fresh + o_n.to(gl.int64) * stride_fresh, mask=m, other=0) != 0)
+    return live & _good(write, slots, null_slot)
+
+
+@gluon.jit
+def _locate(
+    cu_seqlens, read_slots, write_slots, fresh, stride, stride_read, stride_write, stride_fresh, slots, null_slot,
+    i_chunk, N, T,
+):  # fmt: skip
+    """`chunks.locate`: the chunk's first token, its count of tokens, whether a sequence covers it; and whether that is
+    no padding.
+    """
     i_span = N + 1
     for first in range(0, N + 1, OFFSETS):
         o_cu, b_cu = _offsets(cu_seqlens, stride, first, N, T)
@@ -112,34 +138,23 @@ def _locate(cu_seqlens, stride, i_chunk, N, T):
         i_span = gl.minimum(i_span, gl.min(gl.where(o_cu <= N, b_past, N + 1), 0))
     start = 0
     end = 0
+    live = 0
     for first in range(0, gl.minimum(i_span, N) + 1, OFFSETS):
         o_cu, b_cu = _offsets(cu_seqlens, stride, first, N, T)
+        b_live = _live(
+            read_slots, write_slots, fresh, o_cu, o_cu < N, slots, null_slot, stride_read, stride_write, stride_fresh
+        )
+        live = gl.maximum(live, gl.max(gl.where(o_cu == i_span - 1, b_live.to(gl.int32), 0), 0))
         start = gl.maximum(start, gl.max(gl.where(o_cu < i_span, b_cu, 0), 0))
         end = gl.maximum(end, gl.max(gl.where(o_cu <= i_span, b_cu, 0), 0))
     end = gl.where(i_span > N, T, end)
     i_t = start + (i_chunk - start // C - i_span) * C
-    return i_t, gl.minimum(end - i_t, C), i_span - 1, (i_span > 0) & (i_span <= N)
-
-
-@gluon.jit
-def _good(slot, slots, null_slot):
-    return (slot >= 0) & (slot < slots) & (slot != null_slot)
-
-
-@gluon.jit
-def _live(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh):
-    """`slots.row`: whether sequence i_n is no padding."""
-    read = gl.load(read_slots + i_n.to(gl.int64) * stride_read).to(gl.int64)
-    write = gl.load(write_slots + i_n.to(gl.int64) * stride_write).to(gl.int64)
-    anew = False
-    if fresh is not None:
-        anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
-    return _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
+    return i_t, gl.minimum(end - i_t, C), (i_span > 0) & (i_span <= N), live
 
 
 @gluon.jit
 def _empty(out, lower, i_t, i_hv, n, covered, stride_ot, stride_oh, stride_od, V: gl.constexpr):
-    """A chunk number without tokens of a live sequence: nothing to invert; zeros in the n rows that no sequence covers."""
+    """A chunk number without tokens, or of padding: nothing to invert; zeros in the n rows that no sequence covers."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, C, gl.SliceLayout(1, TILE))[:, None]
     o_c = gl.arange(0, 64, gl.SliceLayout(0, TILE))[None, :]
@@ -191,14 +206,14 @@ def _kernel(
     i_head = gl.program_id(0) % HV
     i_hv = i_head.to(gl.int64)
     i_entry = gl.program_id(0) // HV
-    i_t, n, i_n, covered = _locate(cu_seqlens, stride_cu, first + i_entry, N, T)
-    live = False
-    if covered & (n > 0):
-        live = _live(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh)
+    i_t, n, covered, live = _locate(
+        cu_seqlens, read_slots, write_slots, fresh, stride_cu, stride_read, stride_write, stride_fresh, slots,
+        null_slot, first + i_entry, N, T,
+    )  # fmt: skip
     i_row = i_entry.to(gl.int64) * HV + i_hv
     pairs += i_row * (3 * C * C)
     lower = pairs.to(gl.pointer_type(gl.float32), bitcast=True)
-    if not live:
+    if (n <= 0) | (live == 0):
         _empty(out, lower, i_t, i_hv, n, covered, stride_ot, stride_oh, stride_od, V)
         n = 0
     if n > 0:
@@ -328,7 +343,7 @@ def prepare(
     rows = (cu_seqlens, read_slots, write_slots, fresh)
     with current(q.device):
         kernel[(factors.shape[0] * HV,)](
-            q, k, g_raw, beta_logits, A_log, dt_bias, cu_seqlens, read_slots, write_slots, fresh, out, factors, pairs, decays,
+            q, k, g_raw, beta_logits, A_log, dt_bias, *rows, out, factors, pairs, decays,
             T, cu_seqlens.shape[0] - 1, first, HV, HV // H, *frame(lower_bound, scale),
             *q.stride()[:2], *k.stride()[:2], *g_raw.stride()[:2], *beta_logits.stride(),
             A_log.stride(0) if A_log is not None else 0, *(dt_bias.stride() if dt_bias is not None else (0, 0)),

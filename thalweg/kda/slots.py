@@ -21,3 +21,11 @@ def row(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stri
     if fresh is not None:
         anew = tl.load(fresh + i_n.to(tl.int64) * stride_fresh) != 0
     return read, write, anew, good(write, slots, null_slot) & (anew | good(read, slots, null_slot))
+
+
+@triton.jit
+def live(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh):
+    """1 where row i_n is no padding, else 0."""
+    return row(read_slots, write_slots, fresh, i_n, slots, null_slot, stride_read, stride_write, stride_fresh)[3].to(
+        tl.int32
+    )
