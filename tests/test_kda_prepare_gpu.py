@@ -83,13 +83,13 @@ def check(call):
     for number, i_t, n in places(call):
         for i_hv in range(call["v"].shape[1]):
             wanted = formulas(call, i_t, n, i_hv)
-            for factors, pairs, decays, _ in (got, portable):
+            for (factors, pairs, decays, _), most_kp in ((got, 3e-3), (portable, 4e-3)):  # it rounds Kp twice
                 pair = pairs[number, i_hv].cpu().double()
                 found = (*factors[number, i_hv].cpu(), pair[0] + pair[1], pair[2], decays[number, i_hv].cpu())
                 # Aqk cancels (the portable stage is off by up to 4.2e-3 here), and a decay may be less than float32
                 # holds: neither is asked for the digits of nothing.
                 least = (0.0, 0.0, 0.0, 0.0, 0.3 * call["scale"], 1e-30)
-                for value, truth, most, size in zip(found, wanted, (3e-3, 3e-3, 3e-3, 4e-3, 6e-3, 1e-4), least):
+                for value, truth, most, size in zip(found, wanted, (most_kp, 3e-3, 3e-3, 4e-3, 6e-3, 1e-4), least):
                     assert (value.double() - truth).norm() <= most * max(truth.norm(), size)
                 assert not pair[:, n:].any() and not pair[:, :, n:].any() and not factors[number, i_hv, :, n:].any()
     return got
