@@ -280,11 +280,12 @@ def test_lengths_and_counts_are_not_compiled_in():
 
 @triton.jit
 def _located(cu_seqlens, out, stride, N, T, C: tl.constexpr):
-    i_t, n, covered = chunks.locate(cu_seqlens, stride, tl.program_id(0), N, T, C)
-    p_out = out + tl.program_id(0) * 3
+    i_t, n, i_n, covered = chunks.locate(cu_seqlens, stride, tl.program_id(0), N, T, C)
+    p_out = out + tl.program_id(0) * 4
     tl.store(p_out, i_t)
     tl.store(p_out + 1, n)
     tl.store(p_out + 2, covered.to(tl.int32))
+    tl.store(p_out + 3, i_n)
 
 
 @pytest.mark.parametrize(
@@ -297,12 +298,12 @@ def test_every_chunk_has_one_program(bounds):
     T, C, cu_seqlens = 70, 16, torch.tensor(bounds)
     read = contract.offsets(cu_seqlens, T)
     wanted = [
-        (at, min(C, hi - at), covered)
-        for lo, hi, covered in [(0, read[0], 0), *((a, b, 1) for a, b in zip(read, read[1:])), (read[-1], T, 0)]
+        (at, min(C, hi - at), int(0 <= i < len(read) - 1), i)
+        for i, (lo, hi) in enumerate(zip([0, *read], [*read, T]), -1)
         for at in range(lo, hi, C)
     ]
     count = chunks.grid(T, len(bounds) - 1, C)
-    out = torch.full((count, 3), -9, dtype=torch.int32, device=DEVICE)
+    out = torch.full((count, 4), -9, dtype=torch.int32, device=DEVICE)
     _located[(count,)](cu_seqlens.to(DEVICE), out, 1, len(bounds) - 1, T, C)
     found = [tuple(row) for row in out.tolist() if row[1] > 0]
     assert sorted(found) == sorted(wanted)
