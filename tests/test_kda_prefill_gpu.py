@@ -275,9 +275,12 @@ def test_b09_padding_is_passed_over(impl, bad):
         assert calls.same(got, out[lo:hi]) and calls.same(after[slot], state[slot])
 
 
-@pytest.mark.parametrize("K,dtype,worst", ((128, torch.float32, 2e-6), (256, torch.float32, 2e-6), (128, F16, 4e-4)))
+@pytest.mark.parametrize(
+    "K,dtype,worst",
+    ((64, torch.float32, 2e-6), (128, torch.float32, 1e-5), (256, torch.float32, 1e-5), (128, F16, 4e-4)),
+)
 def test_float32_tiles_keep_their_digits(K, dtype, worst):
-    """Where the products of float32 would not fit registers they are of three in tf32."""
+    """Beyond K = 64, where sums of float32 would spill, products are of three in tf32: 2^-21 of each is lost."""
     call = on_gpu(calls.prefill((130, 3), H=1, HV=2, K=K, V=64, dtype=dtype))
     check(call, *run(call, "triton"), worst=worst)
 
