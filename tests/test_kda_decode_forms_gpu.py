@@ -80,14 +80,18 @@ def test_an_early_launch_gives_the_same_bits(impl, rows):
 
 
 def test_b23_dtypes_of_one_call_do_not_stick_to_the_next(impl):
-    """Gates, beta, weights and slots of other types, of the same values: the same bits, again and again."""
+    """Other types of gates, beta, weights and slots in between: a call has the bits that it had before them. With wider
+    types of the same values the sums may only run in another order.
+    """
     call = layer(3)
     wanted, wide = run(impl, call), ("g_raw", "beta_logits", "conv_weight", "norm_weight", "out_gate")
     for names in ((), wide, wide[:1], (), wide[1:3], ()):
         changes = {name: call[name].float() for name in names}
         for slots in (torch.int64, torch.int32):
-            got = run(impl, call, read_slots=call["read_slots"].to(slots), **changes)
-            assert all(calls.same(a, b) for a, b in zip(got, wanted))
+            out, state, history = run(impl, call, read_slots=call["read_slots"].to(slots), **changes)
+            assert calls.same(history, wanted[2])
+            assert oracle.error(state[1:4], wanted[1][1:4]) <= 1e-6 and oracle.error(out, wanted[0]) <= 4e-3
+            assert names or (calls.same(out, wanted[0]) and calls.same(state, wanted[1]))
 
 
 def test_b12_a_slot_used_before_leaves_nothing(impl):
