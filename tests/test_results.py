@@ -18,7 +18,7 @@ import figures  # noqa: E402
 
 FIELDS = [*run.Row.__dataclass_fields__]
 ROWS = [json.loads(line) for path in sorted((ROOT / "results").glob("*.jsonl")) for line in path.open()]
-EXTRA = ("copy floor", "rmw floor", "one row a program", "early hopper", "early triton")  # what is timed beside implementations and peers
+EXTRA = ("copy floor", "rmw floor", "one row a program", "early hopper", "early triton")  # what is timed beside them
 
 
 def test_rows_have_the_fields_and_no_case_and_implementation_twice():
