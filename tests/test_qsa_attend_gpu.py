@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thalweg import inputs
-from thalweg.qsa import attention, qsa_attend, qsa_select, shared, union
+from thalweg.qsa import attention, qsa_attend, qsa_select, shared, union, union_gluon
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -145,7 +145,7 @@ def test_b11_a_captured_step_reads_what_the_buffers_hold_when_it_is_replayed(row
 
 def test_b31_no_sync_and_no_new_kernels_in_steady_state():
     kernels = (attention.slots_kernel, attention.whole_kernel, attention.unit_kernel, attention.fold_kernel,
-               union.sort_kernel, union.union_kernel, union.words_kernel, union.tiles_kernel)  # fmt: skip
+               union.mark_kernel, union.union_kernel, union.expand_kernel, union_gluon.kernel)  # fmt: skip
 
     def compiled():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

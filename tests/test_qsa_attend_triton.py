@@ -125,7 +125,7 @@ def test_b30_every_choice_fits_the_shared_memory_of_its_device():
     for group in (1, 3, 12, 24):
         for D in (64, 128, 256):
             for size in (2, 4):
-                shape = attention.Shape(4096, 2, group, D, size)
+                shape = attention.Shape(4096, 2, group, D, size, size)
                 for device, most in (("sm_90", 227 << 10), ("gfx950", 160 << 10)):
                     config, few = attention.choose(shape, device), attention.choose(shape._replace(rows=1), device)
                     assert config.whole and not few.whole

@@ -287,7 +287,7 @@ class Sizes(NamedTuple):
 def sizes(R: int, group: int, k: int, ratio: int, capacity: int, config: Config) -> Sizes:
     rows = rows_of(config, group)
     words = triton.cdiv(capacity, 32 * ratio)
-    width = int(config.limit * rows * (k + 1))
+    width = int(config.limit * rows * (k + 1)) // 2 * 2  # so that all that lies behind is aligned
     size = triton.cdiv(width * ratio, 64) * 64
     tile = 4 * (1 + rows * words + 2 * width + size + size // 2)
     return Sizes(rows, words, width, size, max(1, min(triton.cdiv(R, rows), BYTES // tile)))
