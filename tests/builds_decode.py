@@ -52,6 +52,7 @@ def call(K, V, W, H, HV, gate, state, dtype, weights, channels, B=5):
 HOPPER = (  # rows times heads, H, HV; K, V, gate, state, activations, weights, channel-major pool
     (12, 12, 12, 128, 128, "bounded", F32, BF16, F32, True),
     (512, 12, 12, 128, 128, "bounded", F32, BF16, F32, True),
+    (512, 12, 12, 128, 128, "bounded", BF16, BF16, BF16, True),
     (4096, 12, 12, 128, 128, "soft", BF16, F16, F16, False),
     (4096, 6, 24, 128, 128, "bounded", F32, BF16, BF16, False),
     (12, 12, 12, 64, 128, "bounded", F32, BF16, BF16, True),

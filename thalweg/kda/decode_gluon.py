@@ -56,9 +56,11 @@ def choose(shape: Shape) -> Config:
     """The configuration for a shape; a row's bits are the same in all of them. Measured on an H200."""
     parts = shape.V // 32
     # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
-    registers = 128 if shape.state_dtype == torch.bfloat16 else 168
-    if shape.heads <= 264:
-        return Config(parts, parts, ".cs", registers, "at most two programs a multiprocessor: all of a state asked for")
+    narrow = shape.state_dtype == torch.bfloat16
+    registers = 128 if narrow else 168
+    if shape.heads <= 264 or (narrow and shape.heads <= 1100):
+        why = "at most two programs a multiprocessor, or four fit: all of a state at once (bfloat16, 384: 9.2, not 9.7)"
+        return Config(parts, parts, ".cs", registers, why)
     if shape.heads <= 1100:
         why = "48 KB a program: four a multiprocessor, 20.1 us and not 21.5 at 512 heads, 38.4 and not 39.2 at 1,024"
         return Config(parts, min(parts, 3), ".cs", 128, why)
