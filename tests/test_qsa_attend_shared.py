@@ -6,9 +6,10 @@ from test_qsa_attend import Cache
 
 pytest.importorskip("triton")
 
-from thalweg import dispatch
+from thalweg import cases, dispatch
+from thalweg.bench import check as checks
 from thalweg.bench.calls import IMPLS, captured
-from thalweg.qsa import shared, union
+from thalweg.qsa import library, shared, union
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
@@ -126,3 +127,11 @@ def test_b27_lists_stay_under_their_cap_at_every_context():
             planned = union.sizes(65600, 12, k, 4, tokens, config)
             tile = 1 + planned.rows * planned.words + 2 * planned.width + planned.size * 3 // 2
             assert planned.tiles >= 1 and 4 * planned.tiles * tile <= union.BYTES
+
+
+@pytest.mark.parametrize("id", ("check-attend", "check-attend-fp8"))
+def test_the_small_cases(id, monkeypatch):
+    """As `thalweg check` judges them."""
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    (row,) = checks.check_case(cases.SMALL[id], DEVICE, "shared")
+    assert row.result == "ok", row
