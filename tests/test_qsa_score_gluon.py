@@ -1,5 +1,7 @@
 """`qsa_score` in Gluon, emulated on the CPU, against the definition: several requests in a tile, holes, odd rows."""
 
+import re
+
 import gluon_emulator
 import pytest
 import qsa_oracle as slow
@@ -59,8 +61,8 @@ def test_equals_the_definition(pack, programs):
 @pytest.mark.parametrize(
     "heads,D,rows,dtype", ((1, 64, 64, BF16), (3, 128, 64, F16), (5, 64, 32, BF16), (9, 64, 16, F16))
 )
-def test_heads_widths_and_dtypes(heads, D, rows, dtype):
-    """b24: head counts that tensor parallelism leaves, 64 rows a tile or fewer; a row sees a part of the first tile."""
+def test_b24_head_counts_widths_and_dtypes(heads, D, rows, dtype):
+    """Head counts that tensor parallelism leaves, 64 rows a tile or fewer; a row sees a part of the first tile."""
     call = inputs([1] * 20 + [0] * 3, [30 + 5 * i for i in range(20)] + [7, 0, 64], heads=heads, D=D, dtype=dtype)
     check(run(call, 132, rows=rows), truth(call, 132))
 
@@ -106,6 +108,28 @@ def test_views():
     call = (wide[:, 1:3, 16:80], keys, torch.stack([table, table], 2)[..., 0], spread[:, 0], spread[:, 1])
     assert torch.equal(bits(run(call, 300)), bits(want))
     assert torch.equal(bits(run(call, 300, torch.empty(300, len(q)).T).contiguous()), bits(want))
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    (
+        ({"index_q": torch.zeros(70, 2, 64)}, "takes bfloat16 and float16, got torch.float32"),
+        ({"index_q": torch.zeros(70, 17, 64, dtype=BF16)}, "takes up to 16 heads of 64 or 128, got 17 of 64"),
+        ({"block_keys": torch.zeros(9, 196, 64, dtype=BF16)}, "takes pages of a multiple of 64 .*, got 9 pages of 196"),
+        ({"block_keys": torch.zeros(0, 64, 64, dtype=BF16)}, "takes pages of a multiple of 64 .*, got 0 pages of 64"),
+        ({"out": torch.empty(70, 2**20, device="meta")}, "takes up to 1048512 blocks, .*got 70 x 1048576"),
+        ({"index_q": torch.zeros(70, 2, 65, dtype=BF16)[..., 1:]}, "index_q must have rows of whole 16 bytes"),
+        (
+            {"block_keys": torch.zeros(9, 64, 68, dtype=BF16)[..., 4:]},
+            "block_keys must have pages a whole number of rows",
+        ),
+    ),
+)
+def test_b34_what_it_cannot_take_it_names(change, reason):
+    q, pool, *_ = inputs(*CAUSAL)
+    call = {"index_q": q, "block_keys": pool, "out": torch.empty(70, 300)}
+    assert HOPPER.why_not(call) is None
+    assert re.match(reason, HOPPER.why_not(call | change))
 
 
 def bits(x):

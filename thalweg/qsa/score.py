@@ -72,8 +72,11 @@ def choose(shape: Shape, device: str) -> Config:
         if shape.rows <= 4 or width > 128:  # one row of 32,768: 5.8 us, 6.0 with the other form; 64 rows: 139 and 136
             span = _span(shape.blocks, triton.cdiv(4 * resident, shape.rows), 32)
             return Config(1, 32, span, 1, 2, 4, "very few rows: small programs, many of them")
-        span = max(_span(shape.blocks, triton.cdiv(2 * resident, shape.rows), 64), 256)
-        return Config(1, 64, span, 1, 4, 4, f"at most {FEW} rows a request: one row a program")
+        # 16 and 64 rows of 32,768 blocks, us: 6 stages 36.5 and 133.1, 4: 36.8 and 134.4, 3: 36.8 and 135.2; spans of
+        # 512: 40.3 and 135.6; 64 rows in spans of 3,648: 158.
+        most, fewest = (_span(shape.blocks, triton.cdiv(n * resident, shape.rows), 64) for n in (2, 8))
+        span = max(fewest, min(most, 1024), 256)
+        return Config(1, 64, span, 1, 4, 6, f"at most {FEW} rows a request: one row a program")
     group = 4 if shape.heads % 4 == 0 else 2 if shape.heads % 2 == 0 else 1
     size = shape.dtype.itemsize
     # 64 rows x 64 keys at P249K: 582 us; 32 x 64: 722; 64 x 128 with 8 warps: 923. One wave: 582, two 644, four 662.
@@ -82,11 +85,11 @@ def choose(shape: Shape, device: str) -> Config:
     while rows > 16 and rows * shape.heads * width * size > QUERY_BYTES:
         rows //= 2
     if shape.dtype == torch.float32:
-        span = _span(shape.blocks, resident // max(1, triton.cdiv(shape.rows, 16)), 32)
-        return Config(16, 32, span, 1, 8, 1, "float32: exact products, small tiles")
+        span = _span(shape.blocks, resident // max(1, triton.cdiv(shape.rows, 16)), 16)
+        return Config(16, 16, span, 1, 8, 1, "float32: exact products, tiles small enough to stay in registers")
     splits = resident // max(1, triton.cdiv(shape.rows, rows))
-    if shape.requests > 1:  # of different lengths: 4 x as many programs even them out (mix: 319 us, 345 in one wave)
-        splits = max(1, 4 * resident // max(1, triton.cdiv(shape.rows, rows)))
+    if shape.requests > 1:  # of different lengths: more programs even them out (mix: 4 x 276 us, 6 x 269, 12 x 277)
+        splits = max(1, 6 * resident // max(1, triton.cdiv(shape.rows, rows)))
     span = _span(shape.blocks, splits, 64)
     return Config(rows, 64, span, group, 4, 2, "tiles of rows: keys are read once a tile")
 
@@ -161,7 +164,9 @@ def _tiles_kernel(
 ):  # fmt: skip
     o_m = tl.arange(0, BM)
     o_r = tl.program_id(0).to(tl.int64) * BM + o_m
-    i_lo = tl.program_id(1) * tiles * BN
+    i_s = tl.program_id(1)  # spans from both ends in turn: short contexts fill while long ones score
+    i_s = tl.where(i_s % 2 == 0, i_s // 2, tl.num_programs(1) - 1 - i_s // 2)
+    i_lo = i_s * tiles * BN
     i_hi = tl.minimum(i_lo + tiles * BN, N)
     b_request, b_seen = _seen(row_request, visible, o_r, R, requests, most, least, stride_rr, stride_v)
     o_c = tl.arange(0, GROUP * BM)
@@ -192,10 +197,10 @@ def _tiles_kernel(
                 b_x = tl.dot(b_k, tl.trans(b_qs[i_g]), input_precision="ieee")
                 b_s = _add_heads(b_s, b_x, i_g == 0, GROUP, BN, BM)
             p_s = p_out + ((i_n + o_n).to(tl.int64)[:, None] * stride_on + o_m[None, :] * stride_or)
-            if (i_n + BN <= whole) & there:
+            if (i_n + BN <= whole) & there:  # scores leave the cache first: mix 265 us, 273 without the hint
                 if PAGE % BN != 0:
                     b_s = tl.where(m_n[:, None], b_s, float("-inf"))
-                tl.store(p_s, b_s)
+                tl.store(p_s, b_s, eviction_policy="evict_first")
             else:
                 m_s = m_n[:, None] & ((i_n + o_n)[:, None] < b_seen[None, :])
                 b_s = tl.where(m_s, b_s, float("-inf"))
@@ -209,7 +214,7 @@ def _tiles_kernel(
         for i_n in range(tl.min(b_done, 0), i_hi, BN):
             p_s = p_out + ((i_n + o_n).to(tl.int64)[:, None] * stride_on + o_m[None, :] * stride_or)
             if (i_n >= most_done) & (i_n + BN <= i_hi):
-                tl.store(p_s, b_s)
+                tl.store(p_s, b_s, eviction_policy="evict_first")
             else:
                 tl.store(p_s, b_s, mask=((i_n + o_n) < i_hi)[:, None] & ((i_n + o_n)[:, None] >= b_done[None, :]))
 
