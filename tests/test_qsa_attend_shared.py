@@ -15,11 +15,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
 
 
-def run(cache, q, owner, positions, ids, limit=1.0, ratio=4, scale=None, **options):
+def run(cache, q, owner, positions, ids, limit=1.0, ratio=4, scale=None, tokens=32, **options):
     there = [x.to(DEVICE) for x in (q, *cache.pool.unbind(3), cache.table, owner, positions, ids)]
     options = {n: x.to(DEVICE) if torch.is_tensor(x) else x for n, x in options.items()}
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
-    config = union.Config(64 if DEVICE == "cuda" else 16, 32, 128, 4, 2, limit, "")
+    config = union.Config(64 if DEVICE == "cuda" else 16, tokens, 128, 4, 2, limit, "")
     shared.attend(*there, out, ratio, scale or q.shape[-1] ** -0.5, config=config, **options)
     return out.cpu()
 
@@ -52,6 +52,14 @@ def test_equals_the_slow_one_over_poisoned_pages():
     want = cache.want(*call)
     cache.poison(*call[1:])
     check(cache, call, want, (1.0, 0.0))
+
+
+@pytest.mark.parametrize("tokens", (16, 32, 64))
+def test_steps_of_any_number_of_tokens(tokens):
+    """The bits of a row lie 32 tokens a word; half a word, one or two are a step's."""
+    cache = Cache([400], 7, q_heads=3, kv_heads=1)
+    call = neighbours(cache, [0] * 6, range(390, 396), 40)
+    check(cache, call, cache.want(*call), tokens=tokens)
 
 
 def test_union_is_the_sorted_blocks_of_the_rows_and_who_has_them():

@@ -47,6 +47,8 @@ def choose(group: int, dim: int, itemsize: int, hopper: bool) -> Config:
     if hopper:
         return Config(64, 64, width, 4, 0, 0.65, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
     tokens = 32 if 2 * 32 * width * itemsize <= 1 << 15 else 16
+    if itemsize == 4:
+        return Config(32, tokens, min(width, 64), 4, 2, 0.55, "2 rows of 12 heads; 64 tall spill 376 bytes at 256 wide")
     return Config(64, tokens, min(width, 64), 4, 2, 0.55, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
 
 
@@ -209,10 +211,13 @@ def _tiles_kernel(
         b_k = gather.rows(p_k, b_page, b_row, b_slot >= 0, stride_kp, stride_kt, stride_kd, D, BD, BC, DTYPE)
         b_v = gather.rows(p_v, b_page, b_row, b_slot >= 0, stride_vp, stride_vt, stride_vd, D, BD, BC, DTYPE)
         b_word = tl.where((o_n < 32)[None, :], b_low[:, None], b_high[:, None])
-        m_s = ((b_word >> (o_n & 31)[None, :]) & 1) != 0
+        o_b = o_n & 31
+        if BN < 32:  # a word holds the tokens of several steps
+            o_b += i_j & 31
+        m_s = ((b_word >> o_b[None, :]) & 1) != 0
         m_n = o_n + i_j + BN < n
         b_slot = tl.load(p_slots + i_j + BN, mask=m_n, other=-1)
-        p_masks += BN // 2
+        p_masks += BN // 2 if BN >= 32 else ((i_j + BN) // 32 - i_j // 32) * 16
         b_low = tl.load(p_masks, mask=m_r & (i_j + BN < n), other=0)
         b_high = tl.load(p_masks + 16, mask=m_r & (i_j + BN + 32 < n), other=0) if BN > 32 else b_low
         b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision="ieee")
