@@ -70,7 +70,7 @@ def hopper():
             lambda args=args, config=config, early=heads == 12: decode_gluon.decode(**args, config=config, early=early),
             (r"cp\.async\.bulk\.tensor", r"bulk\.tensor\S*global\.shared" if heads > 1100 else r"st\.global\S*v4"),
             config.max_registers,
-            newer_spilled=8 if config.max_registers == 128 else 0,
+            newer_spilled=8 if config.max_registers == 128 else 0,  # Triton 3.9: two words over the cap
         )
     return found
 

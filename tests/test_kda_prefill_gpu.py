@@ -119,9 +119,9 @@ def test_bits_alone_packed_in_pieces_and_cut_at_64_but_not_elsewhere(impl):
 
 
 def test_b28_many_runs_give_the_same_bits(impl):
-    """8,192 tokens in pieces on two streams; the machine is busy with other work in between."""
-    call = on_gpu(calls.prefill((5000, 3192), **{**LARGE, "HV": 8}))
-    memory = torch.empty(kda_prefill_workspace(8192, 2, 8, 128, 128) // 4, dtype=torch.uint8, device="cuda")
+    """32,768 tokens in pieces on two streams; the machine is busy with other work in between."""
+    call = on_gpu(calls.prefill((20000, 12768), **{**LARGE, "HV": 8}))
+    memory = torch.empty(kda_prefill_workspace(32768, 2, 8, 128, 128) // 4, dtype=torch.uint8, device="cuda")
     first = run(call, impl, workspace=memory)
     for i in range(20):
         if i % 2:
@@ -140,6 +140,9 @@ def test_checkpoints_are_the_states_of_shorter_calls(impl):
     for tokens, slot in ((64, 6), (128, 7), (192, 8)):
         cu, slots = torch.tensor([0, tokens], device="cuda"), call["read_slots"][:1]
         assert calls.same(state[slot], run(call, impl, cu_seqlens=cu, read_slots=slots)[1][1])
+    marks = torch.tensor([[6, 9], [9, 9]], device="cuda")  # two blocks of 64 each
+    wide = run(call, impl, checkpoint_slots=marks, checkpoint_every=128)[1]
+    assert calls.same(wide[6], state[7]) and wide[9].isnan().all()
 
 
 def padded(call, T, N, lengths, slots):
@@ -257,6 +260,22 @@ def test_b07_b23_rows_and_slots_past_2_31_elements(impl):
     call |= {"state": pool, "read_slots": torch.tensor([slots - 1], device="cuda")}
     out = kda.kda_prefill(**call, impl=impl)
     assert calls.same(out, wanted[0]) and calls.same(pool[-1], wanted[1][1])
+
+
+def test_b23_dtypes_do_not_stick_to_the_next_call(impl):
+    call = on_gpu(calls.prefill((40, 3), **LARGE))
+    before = run(call, impl)
+    for name, dtype in (
+        ("g_raw", torch.float32),
+        ("beta_logits", torch.float32),
+        ("state", BF16),
+        ("cu_seqlens", torch.int64),
+        ("read_slots", torch.int64),
+    ):
+        changed = {**call, name: call[name].to(dtype)}
+        check(changed, *run(changed, impl))
+        again = run(call, impl)
+        assert calls.same(again[0], before[0]) and calls.same(again[1], before[1])
 
 
 @pytest.mark.parametrize("bad", (-1, 99, 2**40, 6))

@@ -1,5 +1,7 @@
 """The Triton solver: inverses of unit lower triangular blocks against float64, interpreted or on a GPU."""
 
+import itertools
+
 import kda_oracle as oracle
 import pytest
 import torch
@@ -370,3 +372,16 @@ def test_b32_launches_on_the_device_of_its_tensors():
     solve.solve_unit_lower(lower.to("cuda:1"), None, out)
     check(out.cpu(), truth(lower, [(0, 0, 40)]))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", (16, 32, 64))
+@pytest.mark.parametrize("precision", ("ieee", "tf32x3", "tf32"))
+def test_precisions_layouts_and_dtypes_as_compiled(C, precision):
+    for (source, target), packed in itertools.product(itertools.product(FLOAT.values(), repeat=2), (True, False)):
+        lower, bounds = blocks(1, C + 5, 3, C, source), torch.tensor([0, C + 5]) if packed else None
+        at = None if bounds is None else bounds.to(DEVICE)
+        out = solve_unit_lower(lower.to(DEVICE), at, out_dtype=target, precision=precision, impl="triton")
+        rounded = PRODUCTS["tf32" if precision == "tf32" else "bf16x3"]
+        worst = PRODUCTS[precision] if target == torch.float32 else rounded
+        check(out.cpu(), truth(lower, [(0, 0, C + 5)]), max(worst, 1e-6))

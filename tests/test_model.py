@@ -1,5 +1,6 @@
 """The hybrid decoder through the public ops: every way of cutting and packing the same text gives the same text."""
 
+import inspect
 import json
 import lzma
 from pathlib import Path
@@ -246,3 +247,29 @@ def test_broken_and_foreign_checkpoints_are_refused_in_one_line(tmp_path):
         with pytest.raises((ValueError, OSError)) as error:
             Decoder.load(path)
         assert "\n" not in str(error.value) and path.name in str(error.value), what
+
+
+@pytest.mark.parametrize("dtype,name", ((torch.bfloat16, "hopper"), (torch.float32, "triton")))
+def test_prefill_of_the_shipped_model_is_what_kernels_take(dtype, name, monkeypatch):
+    """On an H200: no quiet reference. Needs no GPU: implementations are only asked."""
+    pytest.importorskip("triton")
+    from thalweg.kda import library, prefill, prepare_gluon
+
+    names = [*inspect.signature(prefill.prefill).parameters][:22]
+    real, seen = library.kda_prefill, []
+
+    def watched(*args, **more):
+        seen.append(dict(zip(names, args)))
+        return real(*args, **more)
+
+    monkeypatch.setattr(library, "kda_prefill", watched)
+    session = Session(Decoder.load(dtype=dtype), [400, 400])
+    session.prefill([(0, encode(b"x" * 70)), (1, encode(b"def"))])
+    assert len(seen) == 6
+    for module in (library, prepare_gluon):
+        monkeypatch.setattr(module, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for call in seen:
+        assert next(impl for impl in library.IMPLS["kda_prefill"] if impl.why_not(call) is None).name == name
+        assert dtype != torch.bfloat16 or prepare_gluon.why_not(call) is None
