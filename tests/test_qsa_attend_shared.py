@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from thalweg import cases, dispatch
 from thalweg.bench import check as checks
 from thalweg.bench.calls import IMPLS, captured
-from thalweg.qsa import library, shared, union
+from thalweg.qsa import attention, library, qsa_attend, shared, union
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORST = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
@@ -126,6 +126,28 @@ def test_it_is_taken_by_name_only():
     assert not lines["shared"].chosen
     impl = {one.name: one for one in IMPLS["qsa_attend"]}["shared"]
     assert "neighbours" in impl.only_named
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtypes", [(q, kv) for q in FLOATS for kv in (*FLOATS, torch.float8_e4m3fn)])
+def test_b24_heads_past_a_tile_are_refused_before_anything_is_written(dtypes, monkeypatch):
+    monkeypatch.setattr(library, "INTERPRETED", True)
+    impl = {one.name: one for one in IMPLS["qsa_attend"]}["shared"]
+    tall = union.choose(1, 32, attention.multiplied(*dtypes).itemsize, hopper=False).tall
+    names = ("row_request", "positions", "block_ids")
+    for heads in (tall, tall + 1):
+        cache = Cache([20], q_heads=heads, kv_heads=1)
+        q, *index = cache.rows([0], [19], 3)
+        k, v = (x.to(dtypes[1]) for x in cache.pool.unbind(3))
+        call = {"q": q.to(dtypes[0]), "k_cache": k, "v_cache": v, "page_table": cache.table, **dict(zip(names, index))}
+        if heads == tall:
+            assert impl.why_not(captured("qsa_attend", call)) is None
+    out = torch.full_like(call["q"], 7)
+    with pytest.raises(ValueError, match=f"takes up to {tall} query heads a KV head"):
+        qsa_attend(**call, out=out, impl="shared")
+    assert (out == 7).all()
 
 
 def test_b27_lists_stay_under_their_cap_at_every_context():

@@ -159,11 +159,18 @@ def _attend(**call) -> None:
 
 
 def _shared_why_not(call) -> str | None:
-    group, k, capacity = call["q"].shape[1] // call["k_cache"].shape[2], call["block_ids"].shape[1], _tokens(call)
+    q, cache, k, capacity = call["q"], call["k_cache"], call["block_ids"].shape[1], _tokens(call)
+    group, single = q.shape[1] // cache.shape[2], torch.float32 in (q.dtype, cache.dtype)
+    single = single or cache.dtype not in (q.dtype, torch.float8_e4m3fn)  # float32 products, as `attention.multiplied`
+    tall = 32 if single else 64  # of `union.choose`: a tile holds the heads of one row at least
     if not 0 < call["ratio"] <= 16 or capacity // call["ratio"] >= 2**26:
-        return f"takes blocks of up to 16 tokens, less than {2**26} of them, got {capacity} tokens"
-    if k >= MOST_K or group > 128:
-        return f"takes less than {MOST_K} blocks and up to 128 query heads a KV head, got {k} and {group}"
+        wanted = f"takes blocks of up to 16 tokens, less than {2**26} of them"
+        return f"{wanted}, got {capacity} tokens in blocks of {call['ratio']}"
+    if k >= MOST_K:
+        return f"takes less than {MOST_K} blocks a row, got {k}"
+    if group > tall:
+        kinds = f"{q.dtype} queries and {cache.dtype} caches"
+        return f"takes up to {tall} query heads a KV head of {kinds}, got {group}"
     return _attend_why_not(call)
 
 
