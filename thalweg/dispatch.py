@@ -51,6 +51,21 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def without_triton(tensor: torch.Tensor, interpreted: bool) -> str | None:
+    """Why no Triton kernel can run on this tensor. interpreted: the tests run kernels on CPU tensors."""
+    if not installed("triton"):
+        return "Triton is not installed"
+    if tensor.device.type != "cuda" and not interpreted:
+        return f"takes CUDA tensors, got {tensor.device} ones"
+    return None
+
+
+def reference(run: Callable[..., None]) -> tuple[Impl, ...]:
+    """The last implementation of every op, as it stands behind the others."""
+    note = "plain torch, exact float32 arithmetic, any device"
+    return (Impl("reference", note, lambda call: None, run, syncs=True),)
+
+
 def pick(op: str, impls: tuple[Impl, ...], call: Mapping[str, Any], name: str | None = None) -> Impl:
     """Returns the implementation for `call`: the named one, or the first that can take it.
 

@@ -9,22 +9,11 @@ from thalweg import contract, dispatch
 from thalweg.device import arch
 from thalweg.kda import reference_ops
 
-
-def _reference(run) -> tuple[dispatch.Impl, ...]:
-    note = "plain torch, exact float32 arithmetic, any device"
-    return (dispatch.Impl("reference", note, lambda call: None, run, syncs=True),)
-
-
 INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong
 
 
 def _without_triton(tensor: torch.Tensor) -> str | None:
-    """Why no Triton kernel can run on this tensor."""
-    if not dispatch.installed("triton"):
-        return "Triton is not installed"
-    if tensor.device.type != "cuda" and not INTERPRETED:
-        return f"takes CUDA tensors, got {tensor.device} ones"
-    return None
+    return dispatch.without_triton(tensor, INTERPRETED)
 
 
 def _solve_why_not(call) -> str | None:
@@ -192,11 +181,11 @@ SOLVE_NOTE = "one pass in Triton: no workspace, so one form at any budget, lengt
 IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
     "solve_unit_lower": (
         dispatch.Impl("triton", SOLVE_NOTE, _solve_why_not, _solve),
-        *_reference(reference_ops.solve_unit_lower),
+        *dispatch.reference(reference_ops.solve_unit_lower),
     ),
     "kda_conv": (
         dispatch.Impl("triton", "one launch, each token read once", lambda call: _without_triton(call["x"]), _conv),
-        *_reference(reference_ops.conv),
+        *dispatch.reference(reference_ops.conv),
     ),
     "kda_prefill": (
         dispatch.Impl(
@@ -206,7 +195,7 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
             _prefill_hopper,
         ),
         dispatch.Impl("triton", "chunks of 32, prepared in parallel, then scanned", _prefill_why_not, _prefill),
-        *_reference(reference_ops.prefill),
+        *dispatch.reference(reference_ops.prefill),
     ),
     "kda_decode": (
         dispatch.Impl("hopper", "one fused step in Gluon: states in bulk copies", _decode_on("sm_90"), _decode_hopper),
@@ -218,19 +207,19 @@ IMPLS: dict[str, tuple[dispatch.Impl, ...]] = {
         ),
         dispatch.Impl("triton", "one fused step in Triton", _decode_why_not, _decode),
         dispatch.Impl("triton-split", "three kernels: tokens, state, norm", _tokens_why_not, _waits(_split)),
-        *_reference(_waits(reference_ops.decode)),
+        *dispatch.reference(_waits(reference_ops.decode)),
     ),
     "kda_verify": (
         dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _verify),
-        *_reference(reference_ops.verify),
+        *dispatch.reference(reference_ops.verify),
     ),
     "kda_commit": (
         dispatch.Impl("triton", "all tokens in one pass over the state", _tokens_why_not, _commit),
-        *_reference(reference_ops.commit),
+        *dispatch.reference(reference_ops.commit),
     ),
     "gated_rms_norm": (
         dispatch.Impl("triton", "one pass over whole rows", _norm_why_not, _norm),
-        *_reference(reference_ops.gated_rms_norm),
+        *dispatch.reference(reference_ops.gated_rms_norm),
     ),
 }
 

@@ -242,7 +242,6 @@ whole_kernel = triton.jit(
 )
 unit_kernel = triton.jit(_unit_kernel, do_not_specialize=STEPS, do_not_specialize_on_alignment=INDICES)
 fold_kernel = triton.jit(_fold_kernel, do_not_specialize=["units"])
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def multiplied(q: torch.dtype, cache: torch.dtype) -> torch.dtype:
@@ -319,7 +318,8 @@ def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken
             *heavy, row_request, positions, slots, out_gate, out, first, ratio, columns * page_tokens, requests,
             width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *row_strides,
             *gate_strides, *out.stride(), counts, **widths, PAGE=page_tokens, FLAT=flat,
-            STAGES=config.num_stages, DTYPE=DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile, **config.options,
+            STAGES=config.num_stages, DTYPE=gather.DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile,
+            **config.options,
         )  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def _few(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> Non
         *heavy, *index, partial, k, ratio, columns * page_tokens, pages, requests, group, scales[0],
         *q.stride(), *k_cache.stride(), *v_cache.stride(), *page_table.stride(), row_request.stride(0),
         positions.stride(0), *block_ids.stride(), **widths, PAGE=page_tokens,
-        DTYPE=DTYPES[multiplied(q.dtype, k_cache.dtype)], EARLY=config.early, **config.options,
+        DTYPE=gather.DTYPES[multiplied(q.dtype, k_cache.dtype)], EARLY=config.early, **config.options,
     )  # fmt: skip
     _folded(partial, units, out_gate, out, scales[1], group, widths, config.early)
 

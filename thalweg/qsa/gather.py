@@ -1,10 +1,13 @@
 """What the kernels of qsa_attend share: where list entries lie, rows of the pools, a unit's sums, folding.
 
-Device functions only; names and shapes as in `attention`.
+Device functions, and the dtypes of products; names and shapes as in `attention`.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

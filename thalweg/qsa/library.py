@@ -10,14 +10,8 @@ import torch
 
 from thalweg.contract import index_values, refuse
 from thalweg.device import arch
-from thalweg.dispatch import Impl, define, installed
+from thalweg.dispatch import Impl, define, reference, without_triton
 from thalweg.qsa import reference_ops
-
-
-def _reference(run) -> tuple[Impl, ...]:
-    note = "plain torch, exact float32 arithmetic, any device"
-    return (Impl(name="reference", note=note, why_not=lambda call: None, run=run, syncs=True),)
-
 
 INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's interpreter as it is gets bfloat16 wrong
 MOST_K = 4096  # a program of the top-k holds four times as many nodes
@@ -26,12 +20,7 @@ WITHIN = 2**31  # elements that a tile's offsets may span
 
 
 def _without_triton(tensor: torch.Tensor) -> str | None:
-    """Why no Triton kernel can run on this tensor."""
-    if not installed("triton"):
-        return "Triton is not installed"
-    if tensor.device.type != "cuda" and not INTERPRETED:
-        return f"takes CUDA tensors, got {tensor.device} ones"
-    return None
+    return without_triton(tensor, INTERPRETED)
 
 
 def _scored_why_not(call) -> str | None:
@@ -160,18 +149,22 @@ def _attend(**call) -> None:
 
 def _shared_why_not(call) -> str | None:
     q, cache, k, capacity = call["q"], call["k_cache"], call["block_ids"].shape[1], _tokens(call)
-    group, single = q.shape[1] // cache.shape[2], torch.float32 in (q.dtype, cache.dtype)
-    single = single or cache.dtype not in (q.dtype, torch.float8_e4m3fn)  # float32 products, as `attention.multiplied`
-    tall = 32 if single else 64  # of `union.choose`: a tile holds the heads of one row at least
     if not 0 < call["ratio"] <= 16 or capacity // call["ratio"] >= 2**26:
         wanted = f"takes blocks of up to 16 tokens, less than {2**26} of them"
         return f"{wanted}, got {capacity} tokens in blocks of {call['ratio']}"
     if k >= MOST_K:
         return f"takes less than {MOST_K} blocks a row, got {k}"
+    reason = _attend_why_not(call)
+    if reason is not None:
+        return reason
+    from thalweg.qsa import attention, union
+
+    group, dtype = q.shape[1] // cache.shape[2], attention.multiplied(q.dtype, cache.dtype)
+    tall = union.choose(group, q.shape[2], dtype.itemsize, hopper=False).tall  # a tile holds a row's heads at least
     if group > tall:
         kinds = f"{q.dtype} queries and {cache.dtype} caches"
         return f"takes up to {tall} query heads a KV head of {kinds}, got {group}"
-    return _attend_why_not(call)
+    return None
 
 
 def _tokens(call) -> int:
@@ -184,9 +177,9 @@ def _shared(**call) -> None:
     shared.attend(**call)
 
 
-def _impls(reference, why_not, run, note: str) -> tuple[Impl, ...]:
+def _impls(last, why_not, run, note: str) -> tuple[Impl, ...]:
     """Fastest first, the portable last resort last."""
-    return Impl("triton", note, why_not, run), *_reference(reference)
+    return Impl("triton", note, why_not, run), *reference(last)
 
 
 IMPLS: dict[str, tuple[Impl, ...]] = {
@@ -230,7 +223,7 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
             _shared,
             only_named="a row's last bits depend on its neighbours",
         ),
-        *_reference(reference_ops.attend),
+        *reference(reference_ops.attend),
     ),
 }
 

@@ -267,7 +267,6 @@ expand_kernel = triton.jit(
     do_not_specialize_on_alignment=["table", *INDICES[:2]],
 )  # fmt: skip
 tiles_kernel = triton.jit(_tiles_kernel, do_not_specialize=["R"])
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Lists(NamedTuple):
@@ -336,5 +335,5 @@ def attend(heavy, made: Lists, out_gate, out: torch.Tensor, ratio: int, scales, 
         *heavy, made.counts, made.slots, made.masks, out_gate, out, R, ratio, made.slots.shape[0] // tiles,
         heads // kv_heads, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *gate_strides, *out.stride(),
         ROWS=made.rows, D=D, BD=width, BC=min(width, config.columns), BM=config.tall, BN=config.tokens,
-        PAGE=page_tokens, FLAT=flat, STAGES=config.num_stages, DTYPE=DTYPES[dtype], num_warps=config.num_warps,
+        PAGE=page_tokens, FLAT=flat, STAGES=config.num_stages, DTYPE=gather.DTYPES[dtype], num_warps=config.num_warps,
     )  # fmt: skip
