@@ -19,6 +19,7 @@ WANTED = {
         (128, 128, "bfloat16", "bounded", False, True),
         (128, 128, "bfloat16", "soft", False, True),
     ],
+    "sm_120": [(256, 64, "bfloat16", "bounded", False, True)],
 }
 
 
@@ -46,6 +47,8 @@ def demanded(target, wanted):
     """Instructions of the stage's own file and of the inverse."""
     if target == "gfx950":
         return {"prepare": ("v_mfma",), "substitution": ("v_mfma",)}
+    if target == "sm_120":
+        return (r"mma\.sync",)
     own = ("wgmma.mma_async",) if wanted[2:4] == ("bfloat16", "bounded") else (r"mma\.sync",)
     return {"prepare": own, "prepare_gluon": (*own, "cp.async", r"mul.rn.bf16x2"), "substitution": (r"mma\.sync",)}
 

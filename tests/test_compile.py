@@ -16,7 +16,14 @@ FILES = sorted(Path(__file__).parent.glob("builds_*.py"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("builds_"))
 def test_every_configuration_compiles_and_spills_nothing(file):
     rows = aot.run(str(file))
-    assert {name.split()[0] for name in rows} == set(aot.TARGETS) and not aot.problems(rows)
+    assert {name.split()[0] for name in rows} == set(aot.TUNED) and not aot.problems(rows)
+
+
+@pytest.mark.parametrize("stage, kernels", (("prepare", 2), ("scan", 2)))
+def test_b30_prefill_fits_a_machine_with_99_kb_of_shared_memory(stage, kernels):
+    """What `triton` would launch there: `aot.SHARED` is the bound, and `problems` says need and limit."""
+    rows = aot.run(str(Path(__file__).parent / f"builds_{stage}.py"), "sm_120")
+    assert len(rows) == kernels and not aot.problems(rows)
 
 
 def test_what_is_missing_and_what_does_not_compile_are_problems():
