@@ -122,6 +122,25 @@ def test_out_must_not_share_memory(op):
             refused(op, {name: twin, "out": out}, f"out must be in memory of its own, got memory shared with {name}$")
 
 
+@pytest.mark.parametrize("pool", ("raw_ring", "block_keys", "ring_positions"))
+def test_what_an_append_writes_must_not_share_memory(pool):
+    """With any other tensor argument, which begins in the last 16 bytes of the pool; beside it is no fault."""
+    run, call = public("qsa_append")
+    size = call[pool].numel() * call[pool].element_size()
+    for name, value in call.items():
+        if torch.is_tensor(value) and name != pool:
+            for start in (size - 16, size):
+                memory = torch.zeros(size + value.numel() * value.element_size() + 16, dtype=torch.uint8)
+                mine = memory[:size].view(call[pool].dtype).view(call[pool].shape)
+                twin = memory[start : start + value.numel() * value.element_size()].view(value.dtype).view(value.shape)
+                twin.copy_(value)
+                if start == size:
+                    run(**{**call, name: twin, pool: mine})
+                else:
+                    message = f"({pool}|{name}) must be in memory of its own, got memory shared with ({name}|{pool})$"
+                    refused("qsa_append", {name: twin, pool: mine}, message)
+
+
 @pytest.mark.parametrize("op", WITH_OUT)
 def test_out_and_pools_must_not_overlap_themselves(op):
     run, call = public(op)
@@ -201,11 +220,21 @@ def test_b34_numbers(op, name):
     wrong = [float("nan"), float("inf"), -float("inf"), True, "1", [1.0], torch.tensor(1.0), 1j, 10**400]
     for bad in wrong + ([-float(NUMBERS[name]), 0, 0.0, -0.0] if sign else []):
         refused(op, {name: bad}, rf"{name} must be (None or )?a finite number{sign}, got ")
+    for bad in (1e300, -3e38, 10**40, *((1e-60, -1e-45) if sign else ())):
+        refused(
+            op, {name: bad if not sign else -abs(bad) if NUMBERS[name] < 0 else abs(bad)}, f"{name} must be within 2"
+        )
     run, call = public(op)
     for good in (1, 0.5, numpy.float32(0.5), numpy.float64(2), numpy.float16(1), numpy.int64(1)):
         run(**{**call, name: -good if NUMBERS[name] < 0 else good})
     for good in (0, -1.5) if not sign else ():
         run(**{**call, name: good})
+
+
+def test_b34_scales_whose_product_float32_does_not_hold():
+    refused(
+        "qsa_attend", {"scale": 1e20, "k_scale": 1e20}, r"scale \* k_scale must be within 2\*\*126 in size, as float32"
+    )
 
 
 @scalars(INTS)

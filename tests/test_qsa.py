@@ -178,6 +178,32 @@ def test_a_named_implementation_runs_or_raises(op):
         getattr(qsa, op)(**call, impl="fastest")
 
 
+@pytest.mark.parametrize(
+    "op, name, dims",
+    [
+        ("qsa_append", "index_qk", (1, 0)),
+        ("qsa_append", "block_keys", (2, 0, 1)),
+        ("qsa_score", "index_q", (2, 0, 1)),
+        ("qsa_select", "block_keys", (2, 0, 1)),
+        ("qsa_attend", "q", (2, 1, 0)),
+        ("qsa_attend", "out_gate", (1, 2, 0)),
+        ("qsa_attend", "v_cache", (3, 0, 1, 2)),
+        ("qsa_attend", "block_ids", (1, 0)),
+    ],
+)
+def test_b07_what_a_kernel_counts_in_int32_is_held_to_it(op, name, dims):
+    """A dimension laid out slowest in a large buffer: the kernels say why not, the reference takes it."""
+    call = captured(op, inputs(op, mrope=op == "qsa_append"))
+    x = call["q"] if name == "out_gate" else call[name]
+    triton = next(impl for impl in IMPLS[op] if impl.name == "triton")
+    last = 2**31 // (x.shape[dims[0]] - 1) + 1
+    for stride, reason in ((last, f"span less than {2**31} "), (1, None)):
+        strides = [stride if d == dims[0] else 8 * x.shape[dims[0]] for d in range(x.dim())]
+        call[name] = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
+        got = triton.why_not(call)
+        assert reason in got if reason else "span" not in (got or "")
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_only_declared_arguments_change(op):
     """Pools and `out` are all that a call writes; with `check` nothing more."""

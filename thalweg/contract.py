@@ -21,6 +21,8 @@ INDEX = (torch.int32, torch.int64)
 COUNT = 2**31 - 1  # the most a count may be: ids are int32, and a count times a count fits int64
 _INT64 = 2**63 - 1
 _FLOAT64 = 1.7976931348623157e308
+# Numbers are float32 on the device: a normal one, with room for a change of unit (log2 e).
+_LEAST, _MOST = 2.0**-126, 2.0**126
 
 
 def refuse(op: str, argument: str, wanted: str, got: object) -> None:
@@ -111,8 +113,11 @@ def expect_int(
 
 
 def expect_number(op: str, argument: str, value: object, sign: int = 0, optional: bool = False) -> None:
-    """A finite real number; sign 1: above zero, -1: below zero. Python ints and NumPy scalars are numbers."""
-    if (value is None and optional) or (isinstance(value, float) and 0 < sign * value <= _FLOAT64):
+    """A finite real number that float32 holds; sign 1: above zero, -1: below zero, and not lost to zero there.
+
+    Python ints and NumPy scalars are numbers.
+    """
+    if (value is None and optional) or (isinstance(value, float) and _LEAST <= sign * value <= _MOST):
         return
     real = isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
     if not real and isinstance(value, numbers.Real) and hasattr(value, "dtype"):
@@ -120,6 +125,10 @@ def expect_number(op: str, argument: str, value: object, sign: int = 0, optional
     if not real or not -_FLOAT64 <= value <= _FLOAT64 or (sign and not sign * value > 0):
         wanted = "a finite number" + ("", " above 0", " below 0")[sign]
         refuse(op, argument, f"None or {wanted}" if optional else wanted, reprlib.repr(value))
+    if not -_MOST <= value <= _MOST or (sign and sign * value < _LEAST):
+        refuse(
+            op, argument, "within " + "2**-126 to " * (sign != 0) + "2**126 in size, as float32", reprlib.repr(value)
+        )
 
 
 def expect_flag(op: str, argument: str, value: object, wanted: str = "True or False") -> None:

@@ -12,8 +12,8 @@ Definition: the `qwen4_exp` model (its indexer and attention); ties and NaN are 
 NaN loses to every number. Rows do not influence one another: a row's result has the same bits alone or in any batch.
 Every op: `impl` names an implementation (no fallback), `check=True` or `THALWEG_CHECK=1` reads index tensors on the
 host and raises ValueError on values that would be ignored; ValueError also for shapes, dtypes, devices and options.
-`out` must not share memory with another argument, nor overlap itself; nor may a ring, block keys or a cache overlap
-itself.
+What an op writes (`out`, a ring, the block keys of an append) must not share memory with another argument, nor overlap
+itself; nor may block keys or a cache that it reads overlap itself.
 """
 
 import torch
@@ -66,8 +66,10 @@ def _expect_append(
     if ring_positions is not None:
         _expect_pool(op, "ring_positions", ring_positions, shape, INDEX, device, "[requests, Rn, 3]")
     expect(op, "out", out, (T, width // Di - 1, Di), (block_keys.dtype,), device, names="[T, Hi, Di]", optional=True)
-    if contract.given(out):
-        contract.expect_apart(op, locals())
+    call = dict(locals())
+    for written in ("out", "raw_ring", "block_keys", "ring_positions"):
+        if contract.given(call[written]):
+            contract.expect_apart(op, call, written)
 
 
 def _expect_scored(op, index_q, block_keys, page_table, row_request, visible) -> None:
@@ -131,6 +133,8 @@ def _expect_attend(
         contract.expect_number(op, argument, value, sign=1, optional=True)
         if value is not None and k_cache.dtype != torch.float8_e4m3fn:
             refuse(op, argument, "None unless the caches are float8_e4m3fn", f"{value!r} with {k_cache.dtype}")
+    if scale is not None and k_scale is not None:
+        contract.expect_number(op, "scale * k_scale", float(scale) * float(k_scale))
     expect(op, "out", out, (R, heads, D), (q.dtype,), device, names="[R, Hq, D]", optional=True)
     if contract.given(out):
         contract.expect_apart(op, locals())

@@ -23,13 +23,26 @@ def _without_triton(tensor: torch.Tensor) -> str | None:
     return without_triton(tensor, INTERPRETED)
 
 
+def _span(tensor: torch.Tensor | None, *dims: int) -> int:
+    """Elements from the first to the last along some dimensions; kernels add these offsets up in int32."""
+    return 0 if tensor is None else sum((tensor.shape[d] - 1) * tensor.stride(d) for d in dims)
+
+
+def _far(call, dims: dict[str, tuple[int, ...]]) -> str | None:
+    """Which argument is too far apart along those of its dimensions that a kernel counts in int32."""
+    for name, along in dims.items():
+        if _span(call[name], *along) >= WITHIN:
+            return f"{name} must span less than {WITHIN} elements within a row, got strides {call[name].stride()}"
+    return None
+
+
 def _scored_why_not(call) -> str | None:
     q, keys, table = call["index_q"], call["block_keys"], call["page_table"]
     if q.dtype != keys.dtype:
         return f"takes index_q and block_keys of one dtype, got {q.dtype} and {keys.dtype}"
     if q.shape[1] > 32 or q.shape[2] > 256:
         return f"takes up to 32 heads of up to 256, got {list(q.shape[1:])}"
-    if 64 * q.stride(0) + q.shape[1] * q.stride(1) >= WITHIN or keys.shape[1] * keys.stride(1) >= WITHIN:
+    if 64 * q.stride(0) + _span(q, 1, 2) >= WITHIN or _span(keys, 1, 2) >= WITHIN:
         return f"64 rows of index_q and a page of block_keys must span less than {WITHIN} elements"
     if table.shape[1] * keys.shape[1] >= 2**30:
         return f"takes page tables of less than {2**30} blocks, got {table.shape[1]} x {keys.shape[1]}"
@@ -119,7 +132,8 @@ def _append_why_not(call) -> str | None:
     Di = call["q_norm_weight"].shape[0]
     if Di > 1024:
         return f"takes heads of up to 1024, got {Di}"
-    return _without_triton(call["index_qk"])
+    vectors = ("index_qk", "q_norm_weight", "k_norm_weight", "rope_table", "raw_ring", "block_keys", "out")
+    return _far(call, dict.fromkeys(vectors, (-1,))) or _without_triton(call["index_qk"])
 
 
 def _append(**call) -> None:
@@ -136,9 +150,8 @@ def _attend_why_not(call) -> str | None:
         return f"takes page tables and lists of less than {2**30} tokens, got {table.shape[1]} pages of {k.shape[1]}"
     if k.shape[0] * k.shape[1] >= WITHIN:
         return f"takes pools of less than {WITHIN} tokens, got {k.shape[0]} pages of {k.shape[1]}"
-    if max(q.shape[1] * x.stride(1) for x in (q, call["out"])) >= WITHIN:
-        return f"a row of q and out must span less than {WITHIN} elements, got strides {q.stride()}"
-    return _without_triton(q)
+    within = dict.fromkeys(("q", "out", "out_gate"), (1, 2)) | {"k_cache": (3,), "v_cache": (3,), "block_ids": (1,)}
+    return _far(call, within) or _without_triton(q)
 
 
 def _attend(**call) -> None:
