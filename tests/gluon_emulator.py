@@ -51,6 +51,9 @@ class Pointer:
     def __add__(self, offsets):
         return Pointer(self.flat, self.offsets + offsets)
 
+    def __getitem__(self, at):
+        return Pointer(self.flat, self.offsets[at])
+
     def reached(self, mask):
         mask = torch.as_tensor(True if mask is None else mask).broadcast_to(self.offsets.shape)
         inside = (self.offsets >= 0) & (self.offsets < len(self.flat))
@@ -74,9 +77,9 @@ class Shared:
     def index(self, i):
         return Shared(self.data[i])
 
-    def slice(self, start, length):
+    def slice(self, start, length, dim=0):
         assert start % length == 0, "tiles are cut at multiples of their size"
-        return Shared(self.data.narrow(0, start, length))
+        return Shared(self.data.narrow(dim, start, length))
 
     def permute(self, order):
         return Shared(self.data.permute(order))
@@ -181,8 +184,10 @@ def _language():
         arange=lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32).as_subclass(Tensor),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype.torch).as_subclass(Tensor),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype.torch).as_subclass(Tensor),
-        allocate_shared_memory=lambda dtype, shape, layout=None: Shared(
+        allocate_shared_memory=lambda dtype, shape, layout=None, value=None: Shared(
             torch.full(shape, torch.nan if dtype.torch.is_floating_point else 0, dtype=dtype.torch)
+            if value is None
+            else value.clone()
         ),
         load=_load,
         store=_store,
@@ -195,6 +200,8 @@ def _language():
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         inline_asm_elementwise=lambda text, constraints, args, *_, **__: args[0],  # a move
         exp=lambda x: torch.exp(x),
+        exp2=lambda x: torch.exp2(x),
+        fma=lambda a, b, c: a * b + c,
         log=lambda x: torch.log(x),
         rsqrt=lambda x: torch.rsqrt(x),
         minimum=lambda x, y: torch.minimum(tensor(x), tensor(y)).as_subclass(Tensor),
@@ -248,6 +255,11 @@ def _product(a, b, acc, use_acc=True, is_async=False):
     return a.float() @ b.data.float() + (acc if use_acc else 0)
 
 
+def _copy_async(shared, p, mask=None):
+    """Zeros where the mask is not set, as the machine does it."""
+    shared.store(_load(p, mask))
+
+
 def load(family: str, name: str) -> types.ModuleType:
     """The file `name` of a family with the stand-in, as a module of its own."""
     gluon, root = _module("gluon", jit=_jit, constexpr_function=lambda fn: fn, language=LANGUAGE), "triton.experimental"
@@ -259,11 +271,16 @@ def load(family: str, name: str) -> types.ModuleType:
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _mma_wait,
     }
-    parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store}
+    ampere = {
+        "async_copy": types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
+        "mma_v2": lambda a, b, acc: a.float() @ b.float() + acc,
+    }
+    parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store, "copy_async": _copy_async}
     parts |= dict.fromkeys(("thread_barrier", "gdc_wait", "gdc_launch_dependents"), _nothing)
     language = {
         f"{root}.gluon": gluon,
         f"{root}.gluon.language": LANGUAGE,
+        f"{root}.gluon.language.nvidia.ampere": _module("a", **ampere),
         f"{root}.gluon.language.nvidia.hopper": _module("h", **hopper),
         f"{root}.gluon.nvidia.hopper": _module("h", TensorDescriptor=Descriptor),
         "thalweg.gluon": _module("g", **parts),

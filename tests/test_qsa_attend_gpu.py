@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from thalweg import inputs
-from thalweg.qsa import attention, qsa_attend, qsa_select, shared, union, union_gluon
+from thalweg.qsa import attention, attention_gluon, qsa_attend, qsa_select, shared, union, union_gluon
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PER_ROW = ("q", "row_request", "positions", "block_ids", "out_gate")
 FORMS = ("triton", "shared")
+FP16, FP32 = torch.float16, torch.float32
 
 
 def rows_of(contexts=(16384,), rows=300, shared_part=0.0, page=64, **shape):
@@ -53,6 +54,21 @@ def test_b24_heads_and_widths_over_poisoned_pages(heads, kv_heads, dim, impl):
     near(qsa_attend(**part(call, slice(0, 3)), out_gate=gate[:3], impl=impl), want[:3])
 
 
+@pytest.mark.parametrize("heads,kv_heads", ((24, 2), (16, 1), (24, 1), (32, 1), (64, 1)))
+@pytest.mark.parametrize("dtype,dim", ((FP16, 256), (FP16, 64), (BF16, 256), (FP32, 256), (FP32, 128)))
+def test_b24_shared_tiles_of_any_height_and_dtype(heads, kv_heads, dtype, dim):
+    """Tiles of 5 rows down to 1, in Gluon and not; float32 products take 32 heads a KV head and say so."""
+    call = poisoned(rows_of((9001, 3000), 46, 0.9, heads=heads, kv_heads=kv_heads, dim=dim))
+    call |= {name: call[name].to(dtype) for name in ("q", "k_cache", "v_cache")}
+    if dtype == FP32 and heads // kv_heads > 32:
+        with pytest.raises(ValueError, match="takes up to 32 query heads a KV head of torch.float32 queries"):
+            qsa_attend(**call, impl="shared")
+        return
+    want = qsa_attend(**call, impl="reference")
+    near(qsa_attend(**call, impl="shared"), want, {BF16: 4e-3, FP16: 5e-4, FP32: 1e-5}[dtype])
+    near(qsa_attend(**call), want, {BF16: 4e-3, FP16: 5e-4, FP32: 1e-5}[dtype])
+
+
 @pytest.mark.parametrize("impl", FORMS)
 @pytest.mark.parametrize(
     "cache,page", ((BF16, 64), (BF16, 128), (BF16, 784), (FP8, 64), (FP8, 784), (torch.float32, 64))
@@ -71,17 +87,39 @@ def test_b22_b30_pages_and_kinds_of_cache(cache, page, impl):
     near(qsa_attend(**part(call, slice(0, 2)), impl=impl), want[:2], worst)
 
 
+@pytest.mark.parametrize("page,heads,kv_heads,dim,dtype", (
+    (64, 24, 2, 256, BF16), (784, 12, 1, 256, BF16), (64, 16, 1, 128, FP16), (100, 8, 8, 64, BF16),
+    (64, 5, 1, 256, FP16),
+))  # fmt: skip
+def test_bits_in_gluon_are_those_of_triton_whole_and_by_units(page, heads, kv_heads, dim, dtype):
+    """Over poison, holes, padding, lists out of order and gates; strided queries and outputs."""
+    call = poisoned(rows_of((9001, 3000), 100, 0.5, page=page, heads=heads, kv_heads=kv_heads, dim=dim))
+    call |= {name: call[name].to(dtype) for name in ("k_cache", "v_cache")}
+    call["q"] = torch.randn(heads, 200, 2 * dim, device="cuda").to(dtype).transpose(0, 1)[:, :, ::2]
+    call["page_table"][0, ::5], call["block_ids"][20], call["positions"][7], call["row_request"][9] = -1, -1, -1, 5
+    call["block_ids"][30:60] = call["block_ids"][30:60].flip(1)
+    out = torch.full((200, dim, heads), torch.nan, device="cuda", dtype=dtype).transpose(1, 2)
+    for gate in (None, torch.randn_like(call["q"]).float()):
+        want = qsa_attend(**call, out_gate=gate, impl="triton")
+        assert torch.equal(qsa_attend(**call, out_gate=gate, impl="hopper", out=out), want)
+        assert torch.equal(qsa_attend(**call, out_gate=gate), want)
+        few = slice(5, 15)
+        call_few = part(call, few) | {"out_gate": None if gate is None else gate[few]}
+        assert torch.equal(qsa_attend(**call_few, impl="triton"), want[few])
+        assert want.isfinite().all() and want[[7, 9]].count_nonzero() == 0
+
+
 def test_bits_of_a_row_are_the_same_alone_in_a_batch_and_every_time():
     call = rows_of((40000, 70000), 2000)
     want = qsa_attend(**call, impl="triton")
     order = torch.randperm(4000, device="cuda")
-    assert torch.equal(qsa_attend(**part(call, order), impl="triton"), want[order])
+    assert torch.equal(qsa_attend(**part(call, order)), want[order])
     for step in (1, 16, 43, 44, 64, 500):
         for lo in (0, 1999, 4000 - step):
             at = slice(lo, lo + step)
-            assert torch.equal(qsa_attend(**part(call, at), impl="triton"), want[at])
+            assert torch.equal(qsa_attend(**part(call, at)), want[at])
     for _ in range(20):
-        assert torch.equal(qsa_attend(**call, impl="triton"), want)
+        assert torch.equal(qsa_attend(**call), want)
     other = call | {"block_ids": call["block_ids"].flip(1)}  # the order of a list is the order of its sums
     assert not torch.equal(qsa_attend(**other, impl="triton"), want)
 
@@ -145,20 +183,21 @@ def test_b11_a_captured_step_reads_what_the_buffers_hold_when_it_is_replayed(row
 
 def test_b31_no_sync_and_no_new_kernels_in_steady_state():
     kernels = (attention.slots_kernel, attention.whole_kernel, attention.unit_kernel, attention.fold_kernel,
-               union.mark_kernel, union.union_kernel, union.expand_kernel, union_gluon.kernel)  # fmt: skip
+               attention_gluon.kernel, union.mark_kernel, union.union_kernel, union.expand_kernel, union_gluon.kernel,
+               union.tiles_kernel)  # fmt: skip
 
     def compiled():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     call = rows_of((16384,), 1000, 0.9)
-    for impl in FORMS:
+    for impl in (*FORMS, None):
         for n in (1, 64, 1000):
             qsa_attend(**part(call, slice(0, n)), impl=impl)
     before = compiled()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for impl in FORMS:
+        for impl in (*FORMS, None):
             for n in (1, 2, 3, 5, 8, 15, 16, 17, 33, 65, 999):
                 at = slice(1, 1 + n)
                 qsa_attend(**part(call, at), impl=impl)
@@ -168,7 +207,7 @@ def test_b31_no_sync_and_no_new_kernels_in_steady_state():
     assert compiled() == before
 
 
-@pytest.mark.parametrize("impl", FORMS)
+@pytest.mark.parametrize("impl", (*FORMS, None))
 def test_b27_b07_memory_is_capped_and_offsets_are_64_bits(impl):
     """65,600 rows; a pool of more than 2^31 elements, of which the last are attended to."""
     pages = 36000

@@ -43,6 +43,7 @@ PAGES = {  # pages that compose stages
     "split": ("tokens", "steps", "norm"),
     "verify": ("tokens", "steps", "norm"),
     "select": ("score", "score_gluon", "topk"),
+    "attention": ("attention_gluon",),
     "shared": ("attention", "union", "union_gluon"),
 }
 

@@ -33,6 +33,8 @@ from thalweg.device import arch, current
 from thalweg.qsa import gather
 
 LOG2E = 1.4426950408889634
+MANY = 88  # rows times KV heads from which a program takes a row: at 32 and 64 rows 60, 112 us by units, 77, 86 whole
+MOST = 16  # query heads of a KV head that the kernel in Gluon takes
 FOLD_AHEAD, FOLD_WARPS = 36, 4  # units on their way at once at most, warps of a head
 SLOTS_BYTES = 128 << 20  # of slots at once; more rows are attended to in parts
 
@@ -73,7 +75,7 @@ def choose(shape: Shape, device: str, whole: bool = False) -> Config:
         tokens //= 2
     # Few rows: 8.3 us with 128 columns, 9.4 with 64. Many: 2.5 and 2.7 ms at 128K. An 8-bit cache spills with 128.
     columns, programs = min(width, 128 if shape.stored > 1 else 64), shape.rows * shape.kv_heads
-    if whole or programs >= 88:
+    if whole or programs >= MANY:
         return Config(True, tokens, columns, 4, 2, False, "many rows: a program a row and KV head")
     return Config(False, tokens, columns, 8, 1, device == "sm_90", "few rows: a program a unit, then the fold")
 
@@ -265,10 +267,12 @@ def attend(
     v_scale: float | None = None,
     config: Config | None = None,
     taken: tuple[torch.Tensor, int] | None = None,
+    hopper: bool = False,
 ) -> None:
     """Writes `out`; arguments as the module's docstring says. No sync. A given config overrides `choose`.
 
     taken: counts `[tiles]` int32 and rows of a tile; rows of tiles that count more than 0 are left as they are.
+    hopper: many rows go to the kernel in Gluon, which takes the call (`gather.why_not_gluon`); same bits.
     """
     (R, heads, D), kv_heads = q.shape, k_cache.shape[2]
     if R == 0:
@@ -283,7 +287,7 @@ def attend(
     index = page_table, row_request, positions, block_ids
     with current(q.device):
         if config.whole:
-            _many((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config, taken or (None, 1))
+            _many((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config, taken or (None, 1), hopper)
         else:
             _few((q, k_cache, v_cache), index, out_gate, out, ratio, scales, config)
 
@@ -294,7 +298,7 @@ def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
     return {"D": q.shape[2], "BD": width, "BG": tall, "BC": min(width, config.columns), "BN": config.tokens}
 
 
-def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken) -> None:
+def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken, hopper: bool) -> None:
     """The slots of rows, then a program a row and KV head; as many rows at once as have room."""
     (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
     R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
@@ -314,6 +318,13 @@ def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken
             *index, slots, first, k, ratio, columns * page_tokens, pages, requests, width, *page_table.stride(),
             *row_strides, *block_ids.stride(), counts, PAGE=page_tokens, BN=1024, ROWS=tile, num_warps=4,
         )  # fmt: skip
+        if hopper:
+            from thalweg.qsa import attention_gluon
+
+            attention_gluon.rows(
+                heavy, row_request, positions, slots, out_gate, out, first, part, requests, width, scales, counts, tile
+            )
+            continue
         whole_kernel[(part, kv_heads)](
             *heavy, row_request, positions, slots, out_gate, out, first, ratio, columns * page_tokens, requests,
             width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *row_strides,

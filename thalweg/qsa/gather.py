@@ -1,6 +1,6 @@
 """What the kernels of qsa_attend share: where list entries lie, rows of the pools, a unit's sums, folding.
 
-Device functions, and the dtypes of products; names and shapes as in `attention`.
+Device functions, the dtypes of products, what the kernels in Gluon take; names and shapes as in `attention`.
 """
 
 import torch
@@ -8,6 +8,20 @@ import triton
 import triton.language as tl
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def why_not_gluon(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, most: int) -> str | None:
+    """What the kernels in Gluon, of at most so many query heads a KV head, cannot take; metadata only."""
+    if q.shape[2] not in (64, 128, 256) or q.shape[1] // k_cache.shape[2] > most:
+        return f"takes heads of 64, 128 or 256, up to {most} a KV head, got {list(q.shape)}"
+    if q.dtype != k_cache.dtype or q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes queries and cache of one 16-bit dtype, got {q.dtype} and {k_cache.dtype}"
+    for x in (k_cache, v_cache):
+        if x.stride(3) != 1 or any(s % 8 for s in (*x.stride()[:3], x.storage_offset())):
+            return f"takes caches contiguous in D and aligned to 16 bytes, got strides {x.stride()}"
+        if x.stride(0) != x.shape[1] * x.stride(1):
+            return f"takes evenly spaced pages, got strides {x.stride()}"
+    return None
 
 
 @triton.jit

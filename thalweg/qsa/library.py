@@ -154,6 +154,26 @@ def _attend_why_not(call) -> str | None:
     return _far(call, within) or _without_triton(q)
 
 
+def _attend_hopper_why_not(call) -> str | None:
+    reason = _attend_why_not(call)
+    if reason is not None:
+        return reason
+    q, k_cache, v_cache = call["q"], call["k_cache"], call["v_cache"]
+    if not torch.cuda.is_available() or arch(q.device) != "sm_90":
+        return "made for the sm_90 architecture"
+    from thalweg.qsa import attention, gather
+
+    if q.shape[0] * k_cache.shape[2] < attention.MANY:
+        return f"made for rows times KV heads of {attention.MANY} on, got {q.shape[0]} x {k_cache.shape[2]}"
+    return gather.why_not_gluon(q, k_cache, v_cache, attention.MOST)
+
+
+def _attend_hopper(**call) -> None:
+    from thalweg.qsa import attention
+
+    attention.attend(**call, hopper=True)
+
+
 def _attend(**call) -> None:
     from thalweg.qsa import attention
 
@@ -228,6 +248,12 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
         ),
     ),
     "qsa_attend": (
+        Impl(
+            "hopper",
+            "gathers row by row in Gluon: keys and values asked for apart, each while the other is worked on",
+            _attend_hopper_why_not,
+            _attend_hopper,
+        ),
         Impl("triton", "gathers row by row; few rows split over programs, same bits", _attend_why_not, _attend),
         Impl(
             "shared",

@@ -10,7 +10,7 @@ on the device, from its actual union.
 import torch
 
 from thalweg.device import arch, current
-from thalweg.qsa import attention, union
+from thalweg.qsa import attention, gather, union
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
                          out_gate, *scales)  # fmt: skip
         return
     dtype, group = attention.multiplied(q.dtype, k_cache.dtype), heads // kv_heads
-    config = config or union.choose(group, D, dtype.itemsize, _hopper(q, k_cache, v_cache))
+    config = config or union.choose(group, D, dtype.itemsize, _hopper(q, k_cache, v_cache, union.MOST))
     base = scale * attention.LOG2E * (1.0 if k_scale is None else k_scale), 1.0 if v_scale is None else float(v_scale)
     planned = union.sizes(R, group, k, ratio, page_table.shape[1] * k_cache.shape[1], config)
     step = planned.tiles * planned.rows
@@ -53,14 +53,11 @@ def attend(
                 from thalweg.qsa import union_gluon
 
                 union_gluon.attend(heavy, made, gate, out[at], ratio, base)
-            attention.attend(*heavy, *index, out[at], ratio, scale, gate, *scales, taken=(made.counts, made.rows))
+            taken, gluon = (made.counts, made.rows), _hopper(q, k_cache, v_cache, attention.MOST)
+            attention.attend(*heavy, *index, out[at], ratio, scale, gate, *scales, taken=taken, hopper=gluon)
             del made  # before the next part's
 
 
-def _hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether the kernel in Gluon takes them."""
-    if arch(q.device) != "sm_90":
-        return False
-    from thalweg.qsa import union_gluon
-
-    return union_gluon.why_not(q, k_cache, v_cache) is None
+def _hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, most: int) -> bool:
+    """Whether a kernel in Gluon, of at most so many query heads a KV head, takes them."""
+    return arch(q.device) == "sm_90" and gather.why_not_gluon(q, k_cache, v_cache, most) is None

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from thalweg.qsa import gather
 
+MOST = 64  # query heads of a KV head that a tile holds
 BYTES = 128 << 20  # of lists at once; more rows are attended to in parts
 
 

@@ -20,20 +20,6 @@ from thalweg.gluon import copy_async, thread_barrier
 TALL, STEP = 64, 64
 
 
-def why_not(q, k_cache, v_cache) -> str | None:
-    """What this kernel cannot take of what `union` can; metadata only."""
-    if q.shape[2] not in (64, 128, 256) or q.shape[1] // k_cache.shape[2] > TALL:
-        return f"takes heads of 64, 128 or 256, up to {TALL} a KV head, got {list(q.shape)}"
-    if q.dtype != k_cache.dtype or q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes queries and cache of one 16-bit dtype, got {q.dtype} and {k_cache.dtype}"
-    for x in (k_cache, v_cache):
-        if x.stride(3) != 1 or any(s % 8 for s in (*x.stride()[:3], x.storage_offset())):
-            return f"takes caches contiguous in D and aligned to 16 bytes, got strides {x.stride()}"
-        if x.stride(0) != x.shape[1] * x.stride(1):
-            return f"takes evenly spaced pages, got strides {x.stride()}"
-    return None
-
-
 @gluon.jit
 def _fetch(s_x, p, b_slot, stride_t, o_d):
     """Asks for the rows of slots; zeros where there is none."""
