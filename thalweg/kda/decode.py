@@ -86,26 +86,45 @@ def _decay(b_g):
 
 
 @triton.jit
-def _conv(qkv, weight, bias, history, o_c, stride_xc, stride_wc, stride_ww, stride_bias, stride_cc, stride_ct,
-          W: tl.constexpr):  # fmt: skip
-    """silu(conv) of channels o_c of one row, float32."""
-    b_y = tl.load(qkv + o_c * stride_xc).to(tl.float32)
-    b_y *= tl.load(weight + o_c * stride_wc + (W - 1) * stride_ww).to(tl.float32)
+def _token(qkv, o_q, o_k, o_v, stride_xc, p_g, p_beta, p_z):
+    """What a head reads of a row: x of q, k and v, raw gate, beta logit, output gate."""
+    b_xq, b_xk = tl.load(qkv + o_q * stride_xc), tl.load(qkv + o_k * stride_xc)
+    return b_xq, b_xk, tl.load(qkv + o_v * stride_xc), tl.load(p_g), tl.load(p_beta), tl.load(p_z)
+
+
+@triton.jit
+def _window(p, o_c, stride_c, stride_t, TAPS: tl.constexpr):
+    """TAPS values of channels o_c, as they are in memory: inputs of the history, or taps."""
+    found = ()
+    for tap in tl.static_range(TAPS):
+        found = found + (tl.load(p + o_c * stride_c + tap * stride_t),)
+    return found
+
+
+@triton.jit
+def _conv(b_x, taps, history, bias, o_c, stride_bias, W: tl.constexpr):
+    """silu(conv) of channels of one row, float32, from what was loaded of them."""
+    b_y = b_x.to(tl.float32) * taps[W - 1].to(tl.float32)
     for tap in tl.static_range(W - 1):
-        b_w = tl.load(weight + o_c * stride_wc + tap * stride_ww).to(tl.float32)
-        b_y += b_w * tl.load(history + o_c * stride_cc + tap * stride_ct).to(tl.float32)
+        b_y += taps[tap].to(tl.float32) * history[tap].to(tl.float32)
     if bias is not None:
         b_y += tl.load(bias + o_c * stride_bias).to(tl.float32)
     return b_y * _sigmoid(b_y)
 
 
 @triton.jit
-def _roll(qkv, source, target, o_c, stride_xc, stride_cc, stride_ct, W: tl.constexpr):
-    """The history of channels o_c, one input on. An address is read before the one lane that owns it writes it."""
-    b_x = tl.load(qkv + o_c * stride_xc)
+def _roll(b_x, b_h, target, o_c, stride_cc, stride_ct, W: tl.constexpr):
+    """The history of channels o_c, one input on, from what was read of it."""
     for tap in tl.static_range(W - 2):
-        tl.store(target + o_c * stride_cc + tap * stride_ct, tl.load(source + o_c * stride_cc + (tap + 1) * stride_ct))
+        tl.store(target + o_c * stride_cc + tap * stride_ct, b_h[tap + 1])
     tl.store(target + o_c * stride_cc + (W - 2) * stride_ct, b_x.to(target.dtype.element_ty))
+
+
+@triton.jit
+def _read_and_roll(qkv, source, target, o_c, stride_xc, stride_cc, stride_ct, W: tl.constexpr):
+    """The same where it is read again. An address is read before the one lane that owns it writes it."""
+    b_h = _window(source, o_c, stride_cc, stride_ct, W - 1)
+    _roll(tl.load(qkv + o_c * stride_xc), b_h, target, o_c, stride_cc, stride_ct, W)
 
 
 @triton.jit
@@ -142,13 +161,39 @@ def _kernel(
     read = tl.load(read_slots + i_b * stride_read).to(tl.int64)
     write = tl.load(write_slots + i_b * stride_write).to(tl.int64)
     out += i_b * stride_ob + i_h.to(tl.int64) * GROUP * stride_oh
-    if good(read, slots, null_slot) & good(write, slots, null_slot):
-        qkv += i_b * stride_xb
-        history = conv_state + read * stride_cs
-        o_q = i_h * K + o_k
-        o_s = o_v[:, None] * stride_sv + tl.arange(0, K // 4)[None, :] * stride_sk
-        for j in range(GROUP):
-            i_hv = (i_h * GROUP + j).to(tl.int64)
+    live = good(read, slots, null_slot) & good(write, slots, null_slot)
+    qkv += i_b * stride_xb
+    history = conv_state + read * stride_cs
+    o_q = i_h * K + o_k
+    o_s = o_v[:, None] * stride_sv + tl.arange(0, K // 4)[None, :] * stride_sk
+    for j in range(GROUP):
+        # What needs no slot is asked for before the slots are waited for, held there by a barrier: the compiler would
+        # move it down to its use, and weights that are not in the cache would cost another trip to memory.
+        i_hv = (i_h * GROUP + j).to(tl.int64)
+        o_y = 2 * H * K + i_hv.to(tl.int32) * V + o_v
+        b_wq = _window(conv_weight, o_q, stride_wc, stride_ww, W)
+        b_wk = _window(conv_weight, o_q + H * K, stride_wc, stride_ww, W)
+        b_wv = _window(conv_weight, o_y, stride_wc, stride_ww, W)
+        b_rate = 0.0
+        if A_log is not None:
+            b_rate = tl.load(A_log + i_hv * stride_a)
+        b_bias = 0.0
+        if dt_bias is not None:
+            b_bias = tl.load(dt_bias + i_hv * stride_dh + o_k * stride_dk)
+        b_norm = tl.load(norm_weight + o_v * stride_n)
+        p_g = g_raw + i_b * stride_gb + i_hv * stride_gh + o_k * stride_gk
+        p_beta = beta_logits + i_b * stride_bb + i_hv * stride_bh
+        p_z = out_gate + i_b * stride_zb + i_hv * stride_zh + o_v * stride_zv
+        if not EARLY:
+            b_xq, b_xk, b_xv, b_x, beta, b_z = _token(
+                qkv, o_q, o_q + H * K, o_y, stride_xc, p_g, p_beta, p_z,
+            )  # fmt: skip
+        tl.debug_barrier()
+        if live:
+            b_hq = _window(history, o_q, stride_cc, stride_ct, W - 1)
+            b_hk = _window(history, o_q + H * K, stride_cc, stride_ct, W - 1)
+            b_hv = _window(history, o_y, stride_cc, stride_ct, W - 1)
+            tl.debug_barrier()
             p_s = state + i_hv * stride_sh + o_s
             b_s0 = tl.load(p_s + read * stride_s).to(tl.float32)
             b_s1 = tl.load(p_s + read * stride_s + K // 4 * stride_sk).to(tl.float32)
@@ -157,34 +202,17 @@ def _kernel(
             if EARLY:
                 gdc_wait()
                 gdc_launch_dependents()
-            # All of a state is under way before anything waits; q and k are made anew for every value head, at no cost.
-            b_g = tl.load(g_raw + i_b * stride_gb + i_hv * stride_gh + o_k * stride_gk).to(tl.float32)
-            b_beta = _sigmoid(tl.load(beta_logits + i_b * stride_bb + i_hv * stride_bh).to(tl.float32))
-            b_z = tl.load(out_gate + i_b * stride_zb + i_hv * stride_zh + o_v * stride_zv).to(tl.float32)
-            b_rate = 1.0
-            if A_log is not None:
-                b_rate = tl.exp(tl.load(A_log + i_hv * stride_a))
-            b_bias = 0.0
-            if dt_bias is not None:
-                b_bias = tl.load(dt_bias + i_hv * stride_dh + o_k * stride_dk)
-            b_norm = tl.load(norm_weight + o_v * stride_n).to(tl.float32)
-            b_q = _conv(
-                qkv, conv_weight, conv_bias, history, o_q, stride_xc, stride_wc, stride_ww, stride_bias, stride_cc,
-                stride_ct, W,
-            )  # fmt: skip
-            b_k = _conv(
-                qkv, conv_weight, conv_bias, history, o_q + H * K, stride_xc, stride_wc, stride_ww, stride_bias,
-                stride_cc, stride_ct, W,
-            )  # fmt: skip
-            o_y = 2 * H * K + i_hv.to(tl.int32) * V + o_v
-            b_v = _conv(
-                qkv, conv_weight, conv_bias, history, o_y, stride_xc, stride_wc, stride_ww, stride_bias, stride_cc,
-                stride_ct, W,
-            )  # fmt: skip
+                b_xq, b_xk, b_xv, b_x, beta, b_z = _token(
+                    qkv, o_q, o_q + H * K, o_y, stride_xc, p_g, p_beta, p_z,
+                )  # fmt: skip
+            b_q = _conv(b_xq, b_wq, b_hq, conv_bias, o_q, stride_bias, W)
+            b_k = _conv(b_xk, b_wk, b_hk, conv_bias, o_q + H * K, stride_bias, W)
+            b_v = _conv(b_xv, b_wv, b_hv, conv_bias, o_y, stride_bias, W)
+            b_beta = _sigmoid(beta.to(tl.float32))
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * scale
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
             b_kq = tl.sum(b_k * b_q, 0)
-            b_a = _decay(_log_decay(b_g, b_rate, b_bias, lower_bound, GATE))
+            b_a = _decay(_log_decay(b_x.to(tl.float32), tl.exp(b_rate), b_bias, lower_bound, GATE))
             if DOUBLED:
                 b_beta *= 2.0
             b_f0, b_f1, b_f2, b_f3 = _quarters(b_k * b_a, K // 4)
@@ -205,20 +233,27 @@ def _kernel(
             tl.store(p_s + K // 4 * stride_sk, b_s1.to(dtype), cache_modifier=STORE)
             tl.store(p_s + K // 2 * stride_sk, b_s2.to(dtype), cache_modifier=STORE)
             tl.store(p_s + K // 4 * 3 * stride_sk, b_s3.to(dtype), cache_modifier=STORE)
-            b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) * (1.0 / V) + norm_eps) * b_norm * _sigmoid(b_z)
+            b_out = _sigmoid(b_z.to(tl.float32))
+            b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) * (1.0 / V) + norm_eps) * b_norm.to(tl.float32) * b_out
             tl.store(out + j * stride_oh + o_v * stride_ov, b_o.to(out.dtype.element_ty))
+            if GROUP == 1:
+                tl.debug_barrier()
+                target = conv_state + write * stride_cs
+                _roll(b_xq, b_hq, target, o_q, stride_cc, stride_ct, W)
+                _roll(b_xk, b_hk, target, o_q + H * K, stride_cc, stride_ct, W)
+                _roll(b_xv, b_hv, target, o_y, stride_cc, stride_ct, W)
+        else:
+            if EARLY:
+                gdc_wait()
+            tl.store(out + j * stride_oh + o_v * stride_ov, tl.zeros([V], out.dtype.element_ty))
+    if live and GROUP > 1:  # histories of q and k are read by every value head, and rolled behind the last
         tl.debug_barrier()
         target = conv_state + write * stride_cs
-        _roll(qkv, history, target, o_q, stride_xc, stride_cc, stride_ct, W)
-        _roll(qkv, history, target, o_q + H * K, stride_xc, stride_cc, stride_ct, W)
+        _read_and_roll(qkv, history, target, o_q, stride_xc, stride_cc, stride_ct, W)
+        _read_and_roll(qkv, history, target, o_q + H * K, stride_xc, stride_cc, stride_ct, W)
         for j in range(GROUP):
             o_y = (2 * H * K + (i_h * GROUP + j) * V) + o_v
-            _roll(qkv, history, target, o_y, stride_xc, stride_cc, stride_ct, W)
-    else:
-        if EARLY:
-            gdc_wait()
-        for j in range(GROUP):
-            tl.store(out + j * stride_oh + o_v * stride_ov, tl.zeros([V], out.dtype.element_ty))
+            _read_and_roll(qkv, history, target, o_y, stride_xc, stride_cc, stride_ct, W)
 
 
 # What changes from step to step or with the caller's buffers: none of these values may be compiled in.
