@@ -107,6 +107,23 @@ def test_ragged_sequences(changes):
     check(call_of((33, 0, 1, 64, 31, 32), **changes))
 
 
+def test_more_sequences_than_are_looked_up_at_once():
+    """Of 70 every tenth is empty; those that are padding, in front of the 32nd and behind, hand nothing over."""
+    from thalweg.kda import prepare_gluon
+
+    lengths = [33 if i % 7 == 0 else i % 10 for i in range(70)]
+    call = call_of(lengths, H=1, HV=1)
+    whole = check(call)
+    slots = call["read_slots"].clone()
+    slots[[14, 31, 32, 63]] = -1
+    part = prepared(prepare_gluon, {**call, "read_slots": slots})
+    starts = {lo: i for i, (lo, n) in enumerate(zip(call["cu_seqlens"].tolist(), lengths)) if n}
+    for number, i_t, _ in places(call):
+        padding = starts[max(lo for lo in starts if lo <= i_t)] in (14, 31, 32, 63)
+        assert padding == bool(part[0][number].isnan().all())
+        assert padding or all(calls.same(a[number].cpu(), b[number].cpu()) for a, b in zip(part[:3], whole[:3]))
+
+
 @pytest.mark.parametrize("H,HV", ((1, 1), (3, 3), (2, 6)))
 def test_b24_heads(H, HV):
     check(call_of((40,), H=H, HV=HV))

@@ -159,7 +159,7 @@ def _anchored_kernel(
     stride_ot, stride_oh: tl.int64, stride_od, stride_cu, stride_read, stride_write, stride_fresh, slots, null_slot,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, DOUBLED: tl.constexpr,
 ):  # fmt: skip
-    """One anchor a chunk; leaves L and beta in pairs for `substitution.invert`. bound and anchor in base 2."""
+    """One anchor a chunk; leaves L (but its upper right quarter) and beta for `invert`. bound, anchor: in base 2."""
     i_hv = tl.program_id(0) % HV
     i_entry = tl.program_id(0) // HV
     i_t, n, i_n, covered = chunks.locate(cu_seqlens, stride_cu, first + i_entry, N, T, C)
@@ -236,7 +236,7 @@ def _anchored_kernel(
         tl.store(pairs + C * C + o_i * C + o_j, b_Aqk.to(tl.bfloat16), mask=(o_i >= C) & (o_j < C))
         b_beta *= b_twice
         b_lower = tl.where(o_i == o_j, b_beta, b_scores * (b_beta * b_twice))
-        tl.store(p_lower + o_i * C + o_j, b_lower, mask=(o_i < C) & (o_j < C))
+        tl.store(p_lower + o_i * C + o_j, b_lower, mask=(o_i < C) & ((o_i >= C // 2) | (o_j < C // 2)))
 
 
 def _kernel(

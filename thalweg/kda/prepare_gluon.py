@@ -131,15 +131,20 @@ def _locate(
     """`chunks.locate`: the chunk's first token, its count of tokens, whether a sequence covers it; and whether that is
     no padding.
     """
-    i_span = N + 1
-    for first in range(0, N + 1, OFFSETS):
-        o_cu, b_cu = _offsets(cu_seqlens, stride, first, N, T)
-        b_past = gl.maximum(o_cu, i_chunk - b_cu // C)
-        i_span = gl.minimum(i_span, gl.min(gl.where(o_cu <= N, b_past, N + 1), 0))
-    start = 0
-    end = 0
-    live = 0
-    for first in range(0, gl.minimum(i_span, N) + 1, OFFSETS):
+    # The first offsets and slots are asked for at once: with fewer than 32 sequences there is nothing else to ask.
+    o_cu, b_cu = _offsets(cu_seqlens, stride, 0, N, T)
+    b_live = _live(
+        read_slots, write_slots, fresh, o_cu, o_cu < N, slots, null_slot, stride_read, stride_write, stride_fresh
+    )
+    i_span = gl.min(gl.where(o_cu <= N, gl.maximum(o_cu, i_chunk - b_cu // C), N + 1), 0)
+    for first in range(OFFSETS, N + 1, OFFSETS):
+        o_more, b_more = _offsets(cu_seqlens, stride, first, N, T)
+        b_past = gl.maximum(o_more, i_chunk - b_more // C)
+        i_span = gl.minimum(i_span, gl.min(gl.where(o_more <= N, b_past, N + 1), 0))
+    live = gl.max(gl.where(o_cu == i_span - 1, b_live.to(gl.int32), 0), 0)
+    start = gl.max(gl.where(o_cu < i_span, b_cu, 0), 0)
+    end = gl.max(gl.where(o_cu <= i_span, b_cu, 0), 0)
+    for first in range(OFFSETS, gl.minimum(i_span, N) + 1, OFFSETS):
         o_cu, b_cu = _offsets(cu_seqlens, stride, first, N, T)
         b_live = _live(
             read_slots, write_slots, fresh, o_cu, o_cu < N, slots, null_slot, stride_read, stride_write, stride_fresh
@@ -297,7 +302,8 @@ def _kernel(
         b_scores = warpgroup_mma_wait(0, [b_scores])
         b_Aqk = gl.where(o_i - C >= o_j, b_scores * up_q, 0.0)
         gl.store(pairs + C * C + o_i * C + o_j, b_Aqk.to(gl.bfloat16), mask=(o_i >= C) & (o_j < C))
-        gl.store(lower + o_i * C + o_j, b_scores * b_beta[:, None], mask=(o_i < C) & (o_j < C))
+        m_l = (o_i < C) & ((o_i >= C // 2) | (o_j < C // 2))  # nothing reads the quarter above the diagonal tiles
+        gl.store(lower + o_i * C + o_j, b_scores * b_beta[:, None], mask=m_l)
         thread_barrier()  # beta onto the diagonal of what other lanes have stored: cheaper than 16 selections a lane
         gl.store(lower + o_1 * (C + 1), b_beta, mask=o_1 < C)
 
