@@ -145,6 +145,63 @@ def test_checkpoints_are_the_states_of_shorter_calls(impl):
     assert calls.same(wide[6], state[7]) and wide[9].isnan().all()
 
 
+def test_b13_read_and_write_slots(impl):
+    """Two sequences start from one slot, which stays as it was; a third moves on from its own."""
+    call = on_gpu(calls.prefill((65, 40, 33), **LARGE))
+    read, write = torch.tensor([1, 1, 3], device="cuda"), torch.tensor([4, 2, 3], device="cuda")
+    out, state = run(call, impl, read_slots=read, write_slots=write)
+    one = {**call, "state": torch.stack([call["state"][i] for i in (0, 1, 1, 3, 4, 5)])}
+    wanted, after = run(one, impl)
+    assert calls.same(out, wanted) and calls.same(state[[4, 2, 3]], after[[1, 2, 3]])
+    assert calls.same(state[[0, 1, 5]], call["state"][[0, 1, 5]])
+
+
+@pytest.mark.parametrize("splits", ((0, 0), (40, 5), (40, 1, 1, 1, 1, 1), (64, 1), (63, 2), (65, 64)))
+def test_b05_b14_calls_of_any_length_go_on_from_the_state(impl, splits):
+    whole = on_gpu(calls.prefill((sum(splits),), **LARGE))
+    pool, outputs, lo = calls.copy(whole["state"]), [], 0
+    for n in splits:
+        piece = {name: whole[name][lo : lo + n] for name in TOKENS}
+        cu = torch.tensor([0, n], device="cuda")
+        outputs.append(kda.kda_prefill(**{**whole, **piece, "cu_seqlens": cu, "state": pool}, impl=impl))
+        lo += n
+    check(whole, torch.cat(outputs), pool)
+
+
+def test_b08_views_of_every_kind(impl):
+    """Tokens cut from one fused row, a pool with gaps; where `hopper` names what it cannot take, `triton` takes it."""
+    call = on_gpu(calls.prefill((70, 5), **LARGE))
+    wide = torch.full((75, 2 * 128 + 4 * 128 + 16), torch.nan, dtype=BF16, device="cuda")
+    views, at = {}, 0
+    for name in ("q", "k", "v", "g_raw", "beta_logits"):
+        width = call[name][0].numel()
+        views[name] = wide[:, at : at + width].unflatten(1, call[name].shape[1:]).copy_(call[name])
+        at += width
+    pool = torch.full((11, 3, 130, 128), torch.nan, device="cuda")
+    views["state"] = pool[1::2, :2, 2:].copy_(call["state"])
+    slots = torch.full((4,), -7, device="cuda")
+    views["read_slots"] = slots[::2].copy_(call["read_slots"])
+    wanted, after = run(call, impl)
+    out, state = run({**call, **views}, impl)
+    assert calls.same(out, wanted) and calls.same(state, after)
+    every = {name: torch.stack([call[name]] * 2, -1).flatten(-2)[..., ::2] for name in TOKENS}
+    every["state"] = call["state"].transpose(2, 3).contiguous().transpose(2, 3)
+    check(call, *run({**call, **every}, "triton"))
+
+
+def test_calls_behind_one_another_wait_for_each_other(impl):
+    """Stages begin beside the ones in front of them: ten calls on one pool and workspace, with and without pauses."""
+    call = on_gpu(calls.prefill((512,) * 4, **{**LARGE, "H": 8, "HV": 8}))
+    call["workspace"] = torch.empty(kda_prefill_workspace(2048, 4, 8, 128, 128), dtype=torch.uint8, device="cuda")
+    pools, outputs = [calls.copy(call["state"]) for _ in range(2)], [torch.empty_like(call["v"]) for _ in range(2)]
+    for pause, pool, out in zip((True, False), pools, outputs):
+        for _ in range(10):
+            kda.kda_prefill(**{**call, "state": pool, "out": out}, impl=impl)
+            if pause:
+                torch.cuda.synchronize()
+    assert calls.same(*pools) and calls.same(*outputs) and outputs[0].isfinite().all()
+
+
 def padded(call, T, N, lengths, slots):
     """The call in buffers for T tokens and N sequences: NaN behind the last one, zero-length and null at the end."""
     used = sum(lengths)

@@ -374,14 +374,18 @@ def test_b32_launches_on_the_device_of_its_tensors():
     assert torch.cuda.current_device() == 0
 
 
+# Products follow from the precision for float32 results alone: every mode with them, every dtype with one.
+AS_COMPILED = [(C, precision, "float32", "float32") for C in (16, 32, 64) for precision in ("ieee", "tf32x3", "tf32")]
+AS_COMPILED += [(16, "ieee", *kinds) for kinds in itertools.product(FLOAT, repeat=2)]
+AS_COMPILED += [(64, "tf32", *kinds) for kinds in (("float32", "bfloat16"), ("bfloat16", "float16"))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("C", (16, 32, 64))
-@pytest.mark.parametrize("precision", ("ieee", "tf32x3", "tf32"))
-def test_precisions_layouts_and_dtypes_as_compiled(C, precision):
-    for (source, target), packed in itertools.product(itertools.product(FLOAT.values(), repeat=2), (True, False)):
-        lower, bounds = blocks(1, C + 5, 3, C, source), torch.tensor([0, C + 5]) if packed else None
+@pytest.mark.parametrize("C, precision, source, target", AS_COMPILED)
+def test_precisions_layouts_and_dtypes_as_compiled(C, precision, source, target):
+    worst = PRODUCTS[precision] if target == "float32" else PRODUCTS["tf32" if precision == "tf32" else "bf16x3"]
+    for packed in (True, False):
+        lower, bounds = blocks(1, C + 5, 3, C, FLOAT[source]), torch.tensor([0, C + 5]) if packed else None
         at = None if bounds is None else bounds.to(DEVICE)
-        out = solve_unit_lower(lower.to(DEVICE), at, out_dtype=target, precision=precision, impl="triton")
-        rounded = PRODUCTS["tf32" if precision == "tf32" else "bf16x3"]
-        worst = PRODUCTS[precision] if target == torch.float32 else rounded
+        out = solve_unit_lower(lower.to(DEVICE), at, out_dtype=FLOAT[target], precision=precision, impl="triton")
         check(out.cpu(), truth(lower, [(0, 0, C + 5)]), max(worst, 1e-6))
