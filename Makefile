@@ -26,7 +26,7 @@ BENCH := $(VENV)/.installed-bench
 NEWER := $(if $(NEWEST),$(VENV)/triton-$(NEWEST))
 endif
 
-.PHONY: help demo test test-gpu bench lint
+.PHONY: help demo test test-gpu sanitize bench lint
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -43,6 +43,12 @@ endif
 
 test-gpu: $(DEV)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
+
+SANITIZER ?= compute-sanitizer
+TOOLS ?= memcheck initcheck racecheck
+sanitize: $(DEV)
+	@for tool in $(TOOLS); do echo "$$tool"; PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+		$$([ $$tool = memcheck ] && echo --report-api-errors no) env $(RUN) tools/sanitize.py $(ARGS) || exit 1; done
 
 bench: $(BENCH)
 	@$(RUN) -m thalweg bench $(ARGS)
