@@ -8,6 +8,7 @@ import torch
 WANTED = {
     "prefill": (4096, 63744, 512),
     "decode": (16, 32768, 512),
+    "decode long": (4, 65536, 512),
     "wide": (64, 65536, 2048),
 }
 

@@ -33,8 +33,11 @@ class Tensor(torch.Tensor):
     def __isub__(self, x):
         return self - x
 
-    def to(self, dtype):
-        return super().to(dtype.torch if isinstance(dtype, DType) else dtype)
+    def to(self, dtype, bitcast=False):
+        dtype = dtype.torch if isinstance(dtype, DType) else dtype
+        if bitcast:  # of 32 bits: whole numbers that torch made wider first become such again
+            return (self if self.dtype.is_floating_point else super().to(torch.int32)).view(dtype)
+        return super().to(dtype)
 
 
 def tensor(value, dtype=None) -> Tensor:
@@ -204,6 +207,7 @@ def _language():
         fma=lambda a, b, c: a * b + c,
         log=lambda x: torch.log(x),
         rsqrt=lambda x: torch.rsqrt(x),
+        sqrt=lambda x: torch.sqrt(x),
         minimum=lambda x, y: torch.minimum(tensor(x), tensor(y)).as_subclass(Tensor),
         maximum=lambda x, y, propagate_nan=None: torch.maximum(tensor(x), tensor(y)).as_subclass(Tensor),
         reshape=lambda x, shape: x.reshape(shape),

@@ -166,5 +166,7 @@ def test_the_choice_of_a_configuration():
         (1, 64, 4096), (1, 512, 8193, 65536, 262144, 1 << 25), (1, 512, 2048, 4096)
     ):
         config = topk.choose(topk.Shape(rows, blocks, k), "sm_90")
-        assert -(-blocks // config.fan**config.levels) <= max(topk.TOP_HELD, 8 * k) and config.fan * k <= 16384
+        held = 8192 if config.few else max(topk.TOP_HELD, 8 * k)
+        assert -(-blocks // config.fan**config.levels) <= held and config.fan * k <= 16384
+        assert not config.few or k <= 32 * config.num_warps
         assert config.segment % config.fan**config.levels == 0 and config.segment <= 16384

@@ -108,14 +108,14 @@ def put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride, SIZE: tl
     Keys come in fours of consecutive ids from b_first `[SIZE / 4]` on: a lane has a four, which makes counting cheap.
     """
     low, n_low = _search(b_key, least, low, n_low, high, c)
-    b_0, b_1, b_2, b_3 = _quads(b_key >= low, SIZE)
     if n_low > least:  # of those equal to the last one the first are taken
-        b_e0, b_e1, b_e2, b_e3 = _quads(b_key == low, SIZE)
-        b_left = tl.sum(b_e0 + b_e1 + b_e2 + b_e3) - (n_low - least) - _before(b_e0, b_e1, b_e2, b_e3)
-        b_0 = tl.where((b_e0 > 0) & (b_left <= 0), 0, b_0)
-        b_1 = tl.where((b_e1 > 0) & (b_left <= b_e0), 0, b_1)
-        b_2 = tl.where((b_e2 > 0) & (b_left <= b_e0 + b_e1), 0, b_2)
-        b_3 = tl.where((b_e3 > 0) & (b_left <= b_e0 + b_e1 + b_e2), 0, b_3)
+        b_0, b_1, b_2, b_3 = _quads(b_key == low, SIZE)
+        b_left = tl.sum(b_0 + b_1 + b_2 + b_3) - (n_low - least) - _before(b_0, b_1, b_2, b_3)
+        b_even = tl.join((b_left > 0).to(tl.int32), (b_left > b_0 + b_1).to(tl.int32))
+        b_odd = tl.join((b_left > b_0).to(tl.int32), (b_left > b_0 + b_1 + b_2).to(tl.int32))
+        b_taken = tl.reshape(tl.join(b_even, b_odd), [SIZE]) > 0
+        b_key = tl.where((b_key > low) | b_taken, b_key, LOWEST)
+    b_0, b_1, b_2, b_3 = _quads(b_key >= low, SIZE)
     b_at = _before(b_0, b_1, b_2, b_3)
     tl.store(p_out + b_at * stride, b_first, mask=b_0 > 0)
     tl.store(p_out + (b_at + b_0) * stride, b_first + 1, mask=b_1 > 0)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from thalweg.device import arch, current
 from thalweg.qsa.rank import LOWEST, first, gumbel, order, put_best
@@ -55,6 +56,8 @@ class Config:
     reason: str = field(compare=False)
     segment_warps: int = 4
     max_registers: int | None = None  # a lane; NVIDIA's only
+    few: bool = False  # `few_gluon` and not `pick`: Hopper's
+    early: bool = False  # the second kernel is launched beside the first, and waits in itself: Hopper's
 
     @property
     def options(self) -> dict[str, int]:
@@ -64,6 +67,9 @@ class Config:
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device."""
     few = shape.rows <= 132
+    if few and device == "sm_90" and shape.k <= 512 and HELD < shape.blocks <= 2**17:
+        fan = 8 if shape.blocks <= 2**16 else 16
+        return Config(fan, 1, 1, 1024, 16, "few rows: a short chain of steps", few=True, early=True)
     held = max(HELD, 4 * triton.next_power_of_2(shape.k))
     fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
@@ -120,8 +126,10 @@ def _maxima_kernel(
     scores, visible, row_request, workspace,
     N, k, requests, segments,
     stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_w: tl.int64,
-    FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr,
+    FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     i_row = (tl.program_id(0) // segments).to(tl.int64)
     i_segment = tl.program_id(0) % segments
     n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
@@ -191,11 +199,13 @@ def _pick_kernel(
     stride_r: tl.int64, stride_n, stride_v: tl.int64, stride_rr: tl.int64, stride_or: tl.int64, stride_k,
     stride_w: tl.int64,
     FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr, SEGMENT: tl.constexpr, TOP: tl.constexpr,
-    WIDE: tl.constexpr, BK: tl.constexpr,
+    WIDE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     p_x = scores + i_row * stride_r
+    if EARLY:
+        gdc_wait()
     if n > k:
         p_stored = (workspace + i_row * stride_w).to(tl.pointer_type(tl.float32), bitcast=True)
         p_list = workspace + (i_row + 1) * stride_w - WIDE
@@ -257,16 +267,28 @@ def _part(scores, visible, row_request, requests, out, workspace, config: Config
     segments = _segments(N, config)
     rows = (visible.stride(0), 0 if row_request is None else row_request.stride(0))
     build = {"FAN": config.fan, "STORED": config.stored, "LEVELS": config.levels, "SEGMENT": config.segment}
-    if segments and not made:
+    made = made or segments == 0
+    early = config.early and not made
+    launch = {"launch_pdl": True} if early else {}
+    if not made:
         maxima_kernel[(R * segments,)](
             scores, visible, row_request, workspace, N, k, requests, segments, *scores.stride(), *rows,
-            workspace.stride(0), **build, num_warps=config.segment_warps,
+            workspace.stride(0), **build, EARLY=early, num_warps=config.segment_warps,
         )  # fmt: skip
     top = triton.next_power_of_2(max(16, triton.cdiv(N, config.fan**config.levels)))
+    if config.few:
+        from thalweg.qsa.few_gluon import few_kernel
+
+        few_kernel[(R,)](
+            scores, visible, row_request, out, workspace.view(torch.float32), workspace, N, k, requests,
+            *scores.stride(), *rows, *out.stride(), workspace.stride(0), FAN=config.fan,
+            TOP=max(top, 32 * config.num_warps), W=config.num_warps, EARLY=early, num_warps=config.num_warps, **launch,
+        )  # fmt: skip
+        return
     pick_kernel[(R,)](
         scores, visible, row_request, out, workspace, N, k, requests, segments, *scores.stride(), *rows,
         *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=max(16, triton.next_power_of_2(k)),
-        BK=min(1024, triton.next_power_of_2(k)), **config.options,
+        BK=min(1024, triton.next_power_of_2(k)), EARLY=early, **config.options, **launch,
     )  # fmt: skip
 
 
