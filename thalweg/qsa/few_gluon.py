@@ -1,13 +1,14 @@
 """The second kernel of the top-k where rows are few: a program a row, as few steps one after the other as we know.
 
 `maxima` has stored the best score of every group of `fan` blocks. Here the k best groups are found among them, then the
-k best blocks among the members of those groups, as in `pick`; a lane has one group. What counts is how long a chain of
+k best blocks among the members of those groups, as in `pick`; a lane has a few groups. What counts is how long a chain of
 dependent steps is, so
 
     a step of a search tells all warps how many keys reach c, the lowest that does and the highest that does not, with
         one barrier before it is read and one before it is written again. That ends a search one key off its goal, and
         ends it among equal keys
-    the first c comes from what scores look like: maxima by Gumbel's law, the tail above the worst group exponential
+    the first c and the first slope come from what scores look like: maxima by Gumbel's law, the tail above the worst
+        group exponential
     places are made once, of the keys above the found one and of those equal to it together
     maxima are waited for in the kernel, which is launched beside the one that makes them
 
@@ -46,8 +47,10 @@ def _number(key):
 
 @gluon.jit
 def _log2(x):
-    """log2 of a positive float to 0.09: its exponent, and its fraction as if that were a logarithm."""
-    return (x.to(gl.int32, bitcast=True) - 0x3F800000).to(gl.float32) * (1.0 / 8388608)
+    """log2 of a positive float to 0.008: its exponent, and a parabola through its fraction."""
+    bits = x.to(gl.int32, bitcast=True) - 0x3F800000
+    part = (bits & 0x7FFFFF).to(gl.float32) * (1.0 / 8388608)
+    return bits.to(gl.float32) * (1.0 / 8388608) + 0.344 * part * (1.0 - part)
 
 
 @gluon.jit
@@ -80,39 +83,34 @@ def _reach(b_key, c, shared, W: gl.constexpr):
 
 
 @gluon.jit
-def _search(b_key, least, low, n_low, begin, c, width, shared, W: gl.constexpr):
-    """A key that at least `least` keys reach and at most `least` exceed.
+def _search(b_key, least, low, c, each, shared, W: gl.constexpr):
+    """A key that at least `least` keys reach and at most `least` exceed; low is known to be reached by so many.
 
-    n_low keys reach low, `least` or more. c is looked at first. While all that were looked at lie on one side of the
-    goal (high is HIGHEST, low is `begin`) the next is `width` further, eight times as far each time; then where a line
-    through both ends says. Every fourth time what is left is halved, which bounds the worst case.
+    c is looked at first, then where a line says: `each` further a key too many, then through the last two points. Every
+    fourth time what is left is halved, which bounds the worst case. It lies in [low, top].
     """
-    high = low * 0 + HIGHEST
-    n_high = n_low * 0
-    result = low
-    i_step = n_low * 0
-    apart = n_low * 0 + 2
-    while (apart > 1) | (apart < -1):
+    top = low * 0 + (HIGHEST - 1)
+    c_last = c
+    n_last = low * 0
+    apart = low * 0
+    i_step = low * 0
+    going = low < top
+    while going:
         n, lowest, highest = _reach(b_key, c, shared, W)
         apart = n - least
-        result = gl.where(apart == 0, c - 1, gl.where(apart > 0, lowest, highest))
         low = gl.where(apart > 0, lowest, low)
-        n_low = gl.where(apart > 0, n, n_low)
-        high = gl.where(apart > 0, high, highest + 1)
-        n_high = gl.where(apart > 0, n_high, n)
-        gap = ((high >> 1) - (low >> 1)).to(gl.float32) * 2.0  # high - low needs 33 bits
-        part = (n_low - least).to(gl.float32) / gl.maximum(n_low - n_high, 1).to(gl.float32)
-        off = gl.where(low == begin, gap - width, gap * part)
-        off = gl.where(high == HIGHEST, width, off)
-        width = width * 8.0
+        top = gl.where(apart < 0, highest, top)
+        going = (apart * apart > 1) & (low < top)
+        line = (c - c_last).to(gl.float32) / (n_last - n).to(gl.float32)
+        each = gl.where((c != c_last) & (n != n_last), line, each)
+        c_last = c
+        n_last = n
         i_step += 1
-        off = gl.where(i_step % 4 == 0, gap * 0.5, off)
-        c = low + gl.minimum(gl.maximum(off, 1.0), gl.minimum(gap, 2147483520.0)).to(gl.int32)
-        c = gl.maximum(gl.minimum(c, high - 1), low + 1)
-        closed = high - 1 <= low
-        result = gl.where(closed & (apart * apart > 1), low, result)
-        apart = gl.where(closed, 0, apart)
-    return result
+        at = c.to(gl.float32)
+        way = gl.minimum(gl.maximum(apart.to(gl.float32) * each, low.to(gl.float32) - at), top.to(gl.float32) - at)
+        c = gl.where(i_step % 4 == 0, (low >> 1) + (top >> 1), c + way.to(gl.int32))
+        c = gl.minimum(gl.maximum(c, low + 1), top)
+    return gl.where((apart == 0) & (i_step > 0), c_last - 1, gl.where(apart == -1, top, low))
 
 
 @gluon.jit
@@ -132,11 +130,11 @@ def _before(b_n, shared, W: gl.constexpr):
 
 
 @gluon.jit
-def _put(b_key, low, b_id, least, p_out, stride, shared, L: gl.constexpr, W: gl.constexpr):
-    """Writes the ids of the keys above low, and of the first that equal it, `least` in all, in their order."""
+def _put(b_key, low, b_id, least, p_out, stride, shared, EACH: gl.constexpr, W: gl.constexpr):
+    """Writes the ids of the keys `[lanes, EACH]` above low, and of the first that equal it, `least` in all, in order."""
     b_f = ((b_key > low).to(gl.int32) << 16) + (b_key == low).to(gl.int32)
     b_at, total = _before(gl.sum(b_f, 1), shared, W)
-    b_at = gl.convert_layout(b_at, gl.SliceLayout(1, L))
+    b_at = gl.convert_layout(b_at, gl.SliceLayout(1, gl.BlockedLayout([1, EACH], [32, 1], [W, 1], [1, 0])))
     left = least - (total >> 16)
     b_c = gl.associative_scan(b_f, 1, _add) - b_f + b_at[:, None]
     b_equal = b_c & 0xFFFF
@@ -158,29 +156,39 @@ def _best_groups(p_maxima, count, least, p_list, shared, TOP: gl.constexpr, W: g
     total, squares = _sums(b_x, b_x * b_x, shared, W)
     size = count.to(gl.float32)
     mean = total / size
-    deviation = gl.sqrt(gl.maximum(squares / size - mean * mean, 0.0))
+    spread = 0.7797 * gl.sqrt(gl.maximum(squares / size - mean * mean, 0.0))
     part = gl.minimum(least.to(gl.float32) / size, 0.999)
-    place = -_log2(-_log2(1.0 - part) * 0.6931) * 0.6931 - 0.5772
-    x = mean + 0.7797 * place * deviation
-    y = x + 0.1 * deviation
+    tail = -0.6931 * _log2(1.0 - part)
+    x = mean - spread * (0.6931 * _log2(tail) + 0.5772)
+    y = x + spread * 64.0 / (size * (1.0 - part) * tail)  # 64 fewer reach it
     c = gl.minimum(gl.maximum(_order(x, x == x), LOWEST + 2), HIGHEST - 1)
-    width = gl.maximum(_order(y, y == y) - c, 1).to(gl.float32)
-    begin = count * 0 + (LOWEST + 1)
-    low = _search(b_key, least, begin, count, begin, c, width, shared, W)
-    _put(b_key, low, b_id, least, p_list, 1, shared, L, W)
+    each = (_order(y, y == y) - c).to(gl.float32) * (1.0 / 64)
+    low = _search(b_key, least, count * 0 + (LOWEST + 1), c, each, shared, W)
+    _put(b_key, low, b_id, least, p_list, 1, shared, TOP // (32 * W), W)
     return gl.maximum(low, LOWEST + 1)
 
 
 @gluon.jit
-def _members(p_x, b_id, m_group, n, stride):
-    """Keys of members: four loaded at once, those of the row's last four that it does not see by themselves."""
+def _members(p_x, p_list, least, n, stride, FAN: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr):
+    """Keys and ids of the members of the groups listed, `[lanes, n]`: a lane has whole groups, one after the other.
+
+    Four are loaded at once, those of the row's last four that it does not see by themselves.
+    """
+    EACH: gl.constexpr = SLOTS // (32 * W)
+    L: gl.constexpr = gl.BlockedLayout([EACH, FAN], [32, 1], [W, 1], [1, 0])
+    o_w = gl.arange(0, SLOTS, gl.SliceLayout(1, L))
+    b_group = gl.load(p_list + o_w, mask=o_w < least, other=0)
+    b_id = b_group[:, None] * FAN + gl.arange(0, FAN, gl.SliceLayout(0, L))[None, :]
+    m_group = (o_w < least)[:, None]
     whole = n // 4 * 4
-    m = m_group[:, None] & (b_id < n)
-    b_x = gl.load(p_x + b_id * stride, mask=m_group[:, None] & (b_id // 4 * 4 < whole), other=float("nan"))
+    m = m_group & (b_id < n)
+    b_x = gl.load(p_x + b_id * stride, mask=m_group & (b_id // 4 * 4 < whole), other=float("nan"))
     if whole < n:
         b_last = gl.load(p_x + b_id * stride, mask=m & (b_id >= whole), other=float("nan"))
         b_x = gl.where(b_id >= whole, b_last, b_x)
-    return _order(b_x, m)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, EACH * FAN], [32, 1], [W, 1], [1, 0])
+    b_key = gl.reshape(_order(b_x, m), [32 * W, EACH * FAN])
+    return gl.convert_layout(b_key, ROWS), gl.convert_layout(gl.reshape(b_id, [32 * W, EACH * FAN]), ROWS)
 
 
 def _few_kernel(
@@ -188,9 +196,8 @@ def _few_kernel(
     N, k, requests,
     stride_r: gl.int64, stride_n, stride_v: gl.int64, stride_rr: gl.int64, stride_or: gl.int64, stride_k,
     stride_w: gl.int64,
-    FAN: gl.constexpr, TOP: gl.constexpr, W: gl.constexpr, EARLY: gl.constexpr,
+    FAN: gl.constexpr, TOP: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    WIDE: gl.constexpr = 32 * W
     i_row = gl.program_id(0).to(gl.int64)
     n = gl.load(visible + i_row * stride_v).to(gl.int64)
     n = gl.minimum(gl.maximum(n, 0), N).to(gl.int32)
@@ -208,24 +215,20 @@ def _few_kernel(
         low = _best_groups(maxima + i_row * stride_w, count, least, p_list, shared, TOP, W)
         low = gl.where(least < k, LOWEST + 1, low)  # else k keys reach it
         thread_barrier()  # the list is whole
-        L: gl.constexpr = gl.BlockedLayout([1, FAN], [32, 1], [W, 1], [1, 0])
-        o_w = gl.arange(0, WIDE, gl.SliceLayout(1, L))
-        b_group = gl.load(p_list + o_w, mask=o_w < least, other=0)
-        b_id = b_group[:, None] * FAN + gl.arange(0, FAN, gl.SliceLayout(0, L))[None, :]
-        b_key = _members(scores + i_row * stride_r, b_id, o_w < least, n, stride_n)
+        b_key, b_id = _members(scores + i_row * stride_r, p_list, least, n, stride_n, FAN, SLOTS, W)
         x = _number(low)
         m = b_key >= low
         size, over = _sums(m.to(gl.float32), gl.where(m, _number(b_key) - x, 0.0), shared, W)
         over = over / size
         x += over * _log2(size / k) * 0.6931
-        y = x + 0.02 * over
+        y = x + over * 16.0 / k  # 16 fewer reach it
         c = gl.minimum(gl.maximum(_order(x, x == x), low + 1), HIGHEST - 1)
-        width = gl.maximum(_order(y, y == y) - c, 1).to(gl.float32)
-        low = _search(b_key, k, low, size.to(gl.int32), LOWEST, c, width, shared, W)
-        _put(b_key, low, b_id, k, p_out, stride_k, shared, L, W)
+        each = (_order(y, y == y) - c).to(gl.float32) * (1.0 / 16)
+        low = _search(b_key, k, low, c, each, shared, W)
+        _put(b_key, low, b_id, k, p_out, stride_k, shared, SLOTS * FAN // (32 * W), W)
     if n <= k:
-        for i_k in range(0, k, WIDE):
-            o_k = i_k + gl.arange(0, WIDE, gl.BlockedLayout([1], [32], [W], [0]))
+        for i_k in range(0, k, 32 * W):
+            o_k = i_k + gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
             gl.store(p_out + o_k * stride_k, gl.where(o_k < n, o_k, -1), mask=o_k < k)
 
 

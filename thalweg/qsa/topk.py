@@ -69,7 +69,7 @@ def choose(shape: Shape, device: str) -> Config:
     few = shape.rows <= 132
     if few and device == "sm_90" and shape.k <= 512 and HELD < shape.blocks <= 2**17:
         fan = 8 if shape.blocks <= 2**16 else 16
-        return Config(fan, 1, 1, 1024, 16, "few rows: a short chain of steps", few=True, early=True)
+        return Config(fan, 1, 1, 1024, 8, "few rows: a short chain of steps", few=True, early=True)
     held = max(HELD, 4 * triton.next_power_of_2(shape.k))
     fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
@@ -282,7 +282,8 @@ def _part(scores, visible, row_request, requests, out, workspace, config: Config
         few_kernel[(R,)](
             scores, visible, row_request, out, workspace.view(torch.float32), workspace, N, k, requests,
             *scores.stride(), *rows, *out.stride(), workspace.stride(0), FAN=config.fan,
-            TOP=max(top, 32 * config.num_warps), W=config.num_warps, EARLY=early, num_warps=config.num_warps, **launch,
+            TOP=max(top, 32 * config.num_warps), SLOTS=max(triton.next_power_of_2(k), 32 * config.num_warps),
+            W=config.num_warps, EARLY=early, num_warps=config.num_warps, enable_fp_fusion=False, **launch,
         )  # fmt: skip
         return
     pick_kernel[(R,)](
