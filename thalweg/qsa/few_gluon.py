@@ -63,10 +63,10 @@ def _lanes(b, W: gl.constexpr):
 def _sums(b_0, b_1, shared, W: gl.constexpr):
     """Sums of two float32 tensors `[lanes, n]`, in every lane."""
     ALL: gl.constexpr = gl.BlockedLayout([W], [32], [W], [0])
-    shared.index(0).store(gl.sum(_lanes(gl.sum(b_0, 1), W), 1).to(gl.int32, bitcast=True))
-    shared.index(1).store(gl.sum(_lanes(gl.sum(b_1, 1), W), 1).to(gl.int32, bitcast=True))
-    b_0 = shared.index(0).load(ALL).to(gl.float32, bitcast=True)
-    b_1 = shared.index(1).load(ALL).to(gl.float32, bitcast=True)
+    shared[0].store(gl.sum(_lanes(gl.sum(b_0, 1), W), 1).to(gl.int32, bitcast=True))
+    shared[1].store(gl.sum(_lanes(gl.sum(b_1, 1), W), 1).to(gl.int32, bitcast=True))
+    b_0 = shared[0].load(ALL).to(gl.float32, bitcast=True)
+    b_1 = shared[1].load(ALL).to(gl.float32, bitcast=True)
     return gl.sum(b_0, 0), gl.sum(b_1, 0)
 
 
@@ -75,10 +75,10 @@ def _reach(b_key, c, shared, W: gl.constexpr):
     """How many keys `[lanes, n]` reach c, the lowest that does, the highest that does not."""
     ALL: gl.constexpr = gl.BlockedLayout([W], [32], [W], [0])
     m = b_key >= c
-    shared.index(0).store(gl.sum(_lanes(gl.sum(m.to(gl.int32), 1), W), 1))
-    shared.index(1).store(gl.min(_lanes(gl.min(gl.where(m, b_key, MOST), 1), W), 1))
-    shared.index(2).store(gl.max(_lanes(gl.max(gl.where(m, LOWEST, b_key), 1), W), 1))
-    b_n, b_low, b_high = shared.index(0).load(ALL), shared.index(1).load(ALL), shared.index(2).load(ALL)
+    shared[0].store(gl.sum(_lanes(gl.sum(m.to(gl.int32), 1), W), 1))
+    shared[1].store(gl.min(_lanes(gl.min(gl.where(m, b_key, MOST), 1), W), 1))
+    shared[2].store(gl.max(_lanes(gl.max(gl.where(m, LOWEST, b_key), 1), W), 1))
+    b_n, b_low, b_high = shared[0].load(ALL), shared[1].load(ALL), shared[2].load(ALL)
     return gl.sum(b_n, 0), gl.min(b_low, 0), gl.max(b_high, 0)
 
 
@@ -90,7 +90,7 @@ def _search(b_key, least, low, c, each, shared, W: gl.constexpr):
     fourth time what is left is halved, which bounds the worst case. It lies in [low, top].
     """
     top = low * 0 + (HIGHEST - 1)
-    c_last = c
+    c_last = c + 0  # a value of its own: of two names of one the compiler carries only one through the loop
     n_last = low * 0
     apart = low * 0
     i_step = low * 0
@@ -119,8 +119,8 @@ def _before(b_n, shared, W: gl.constexpr):
     B: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [W, 1], [1, 0])
     b_l = _lanes(b_n, W)
     b_w = gl.sum(b_l, 1)
-    shared.index(0).store(b_w)
-    b_all = shared.index(0).load(gl.SliceLayout(0, B))
+    shared[0].store(b_w)
+    b_all = shared[0].load(gl.SliceLayout(0, B))
     o_w = gl.arange(0, W, gl.SliceLayout(1, B))
     o_v = gl.arange(0, W, gl.SliceLayout(0, B))
     b_base = gl.sum(gl.where(o_v[None, :] < o_w[:, None], b_all[None, :], 0), 1)
@@ -208,7 +208,12 @@ def _few_kernel(
         gdc_wait()
     p_out = out + i_row * stride_or
     if n > k:
-        shared = gl.allocate_shared_memory(gl.int32, [4, W], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        shared = (  # three and not one of three: no barrier between the stores
+            gl.allocate_shared_memory(gl.int32, [W], PLAIN),
+            gl.allocate_shared_memory(gl.int32, [W], PLAIN),
+            gl.allocate_shared_memory(gl.int32, [W], PLAIN),
+        )
         p_list = lists + ((i_row + 1) * stride_w - k)
         count = (n + FAN - 1) // FAN
         least = gl.minimum(k, count)
