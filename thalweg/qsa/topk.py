@@ -8,6 +8,9 @@ with a tree of groups, `fan` in each, up to where a program can hold a level:
     pick     a program a row: the k best groups of the top level, then the k best of their members, and so on down.
              Maxima of a level below `stored` are taken from the scores of the groups picked, 16 bytes at a time
 
+On Hopper a few rows of up to 131,072 blocks, up to 512 of them, take the second kernel of `few_gluon` instead: the same
+choice in a shorter chain of steps. The second kernel is launched beside the first and waits for it in itself.
+
 No score is guessed at, no list can overflow and there is no second way for hostile scores. What is compared is an
 integer of a score's order: -0.0 equals 0.0, NaN lies below everything. The k-th best of what a program holds is found
 by counting. Rows with at most k blocks take all of them and read no score.
@@ -66,10 +69,13 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device."""
-    few = shape.rows <= 132
-    if few and device == "sm_90" and shape.k <= 512 and HELD < shape.blocks <= 2**17:
-        fan = 8 if shape.blocks <= 2**16 else 16
-        return Config(fan, 1, 1, 1024, 8, "few rows: a short chain of steps", few=True, early=True)
+    few, early = shape.rows <= 132, device == "sm_90"
+    if few and early and shape.k <= 512 and HELD < shape.blocks <= 2**17:
+        # 1 / 16 / 64 rows of 32,768: 8.1 / 9.5 / 11.6 us; 4 warps 8.9 / 10.5 / 13.1, 16 warps 9.6 / 12.4 / - before the
+        # stores of a step were apart; of 65,536, 16 warps: 10.1 / 14.7 / 17.2; 8 warps 10.1 / 14.0 / 19.0, groups of
+        # 16 11.8 / 12.9 / 18.1; 16 of 131,072: 21.9, groups of 16 15.6. Segments of 1,024 to 4,096: all the same.
+        fan, warps = 8 if shape.blocks <= 2**16 else 16, 8 if shape.blocks <= 2**15 else 16
+        return Config(fan, 1, 1, 2048, warps, "few rows: a short chain of steps", few=True, early=True)
     held = max(HELD, 4 * triton.next_power_of_2(shape.k))
     fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
@@ -78,9 +84,13 @@ def choose(shape: Shape, device: str) -> Config:
     warps = 4 * held // HELD  # 16 nodes a lane
     if few:  # one row of 32,768: 11.5 us; 12.6 with 16 warps, 13.1 by fans of four
         segment, warps = max(1024, fan**levels), min(16, 2 * warps)
-        return Config(fan, levels, 1 if fan == 16 else 2, segment, warps, "few rows: a multiprocessor each")
-    # P249K / P128K / P32K: 434 / 281 / 97 us; 2 warps 456 / 300 / 101, 8 warps 446 / 304 / 126.
-    return Config(fan, levels, 2, max(4096, fan**levels), min(32, warps), "many rows: few warps each")
+        stored = 1 if fan == 16 else 2
+        return Config(fan, levels, stored, segment, warps, "few rows: a multiprocessor each", early=early)
+    # P249K / P128K / P32K: 434 / 281 / 97 us; 2 warps 456 / 300 / 101, 8 warps 446 / 304 / 126. With 96 registers five
+    # programs of four warps fit a multiprocessor where four do with the 109 that they would take: P128K 266 us for 278.
+    registers = 96 if early and warps == 4 and top <= HELD else None  # the 4,096 of a wider top level would spill
+    segment = max(4096, fan**levels)
+    return Config(fan, levels, 2, segment, min(32, warps), "many rows: few warps each", 4, registers, early=early)
 
 
 def above(blocks: int, config: Config) -> int:
