@@ -1,8 +1,8 @@
 """The second kernel of the top-k where rows are few: a program a row, as few steps one after the other as we know.
 
 `maxima` has stored the best score of every group of `fan` blocks. Here the k best groups are found among them, then the
-k best blocks among the members of those groups, as in `pick`; a lane has a few groups. What counts is how long a chain of
-dependent steps is, so
+k best blocks among the members of those groups, as in `pick`; a lane has a few groups. What counts is how long a chain
+of dependent steps is, and what every warp does again for itself, so
 
     a step of a search tells all warps how many keys reach c, the lowest that does and the highest that does not, with
         one barrier before it is read and one before it is written again. That ends a search one key off its goal, and
@@ -131,7 +131,7 @@ def _before(b_n, shared, W: gl.constexpr):
 
 @gluon.jit
 def _put(b_key, low, b_id, least, p_out, stride, shared, EACH: gl.constexpr, W: gl.constexpr):
-    """Writes the ids of the keys `[lanes, EACH]` above low, and of the first that equal it, `least` in all, in order."""
+    """Writes, in order, the ids of the keys `[lanes, EACH]` above low and of the first that equal it, `least` in all."""
     b_f = ((b_key > low).to(gl.int32) << 16) + (b_key == low).to(gl.int32)
     b_at, total = _before(gl.sum(b_f, 1), shared, W)
     b_at = gl.convert_layout(b_at, gl.SliceLayout(1, gl.BlockedLayout([1, EACH], [32, 1], [W, 1], [1, 0])))
