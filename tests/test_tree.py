@@ -44,6 +44,7 @@ PAGES = {  # pages that compose stages
     "verify": ("tokens", "steps", "norm"),
     "select": ("score", "score_gluon", "topk"),
     "attention": ("attention_gluon",),
+    "topk": ("few_gluon",),
     "shared": ("attention", "union", "union_gluon"),
 }
 

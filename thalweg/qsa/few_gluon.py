@@ -131,7 +131,7 @@ def _before(b_n, shared, W: gl.constexpr):
 
 @gluon.jit
 def _put(b_key, low, b_id, least, p_out, stride, shared, EACH: gl.constexpr, W: gl.constexpr):
-    """Writes, in order, the ids of the keys `[lanes, EACH]` above low and of the first that equal it, `least` in all."""
+    """Writes, in order, ids of the keys `[lanes, EACH]` above low and of the first that equal it, `least` in all."""
     b_f = ((b_key > low).to(gl.int32) << 16) + (b_key == low).to(gl.int32)
     b_at, total = _before(gl.sum(b_f, 1), shared, W)
     b_at = gl.convert_layout(b_at, gl.SliceLayout(1, gl.BlockedLayout([1, EACH], [32, 1], [W, 1], [1, 0])))
