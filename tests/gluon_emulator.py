@@ -94,7 +94,7 @@ class Shared:
         self.data.copy_(x)
 
 
-def _load(p: Pointer, mask=None, other=0.0, cache_modifier=""):
+def _load(p: Pointer, mask=None, other=0.0, cache_modifier="", volatile=False):
     mask = p.reached(mask)
     found = p.flat[torch.where(mask, p.offsets, 0)]
     return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)).as_subclass(Tensor)
@@ -104,6 +104,12 @@ def _store(p: Pointer, value, mask=None, cache_modifier=""):
     mask = p.reached(mask)
     value = torch.as_tensor(value, dtype=p.flat.dtype).broadcast_to(mask.shape)
     p.flat[p.offsets.broadcast_to(mask.shape)[mask]] = value[mask].as_subclass(torch.Tensor)
+
+
+def _atomic_add(p: Pointer, value, mask=None, sem=""):
+    before = _load(p, mask)
+    _store(p, before + value, mask)
+    return before
 
 
 class Kernel:
@@ -194,6 +200,7 @@ def _language():
         ),
         load=_load,
         store=_store,
+        atomic_add=_atomic_add,
         where=lambda c, a, b: torch.where(c, a, b),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         max=_max,

@@ -30,13 +30,14 @@ def slots_of(cache, owner, positions, ids, ratio=4):
     return slots
 
 
-def run(cache, q, owner, positions, ids, gate=None, out=None, taken=None, tile=1, first=0, scale=None, v_scale=1.0):
+def run(cache, q, owner, positions, ids, gate=None, out=None, taken=None, tile=1, first=0, scale=None, v_scale=1.0,
+        done=None, **turns):  # fmt: skip
     slots = slots_of(cache, owner, positions, ids)[first:]
     out = torch.full(q.shape, torch.nan, dtype=q.dtype) if out is None else out
     scales = (scale or q.shape[-1] ** -0.5) * 1.4426950408889634, v_scale
-    heavy = (q, *cache.pool.unbind(3))
-    HOPPER.rows(heavy, owner, positions, slots, gate, out, first, len(q) - first, len(cache.table), slots.shape[1],
-                scales, taken, tile)  # fmt: skip
+    heavy, part = (q, *cache.pool.unbind(3)), len(q) - first
+    HOPPER.rows(heavy, owner, positions, slots, gate, out, first, part, len(cache.table), slots.shape[1], scales, taken,
+                tile, done, **turns)  # fmt: skip
     return out
 
 
@@ -54,6 +55,10 @@ def test_equals_the_slow_one_over_poisoned_pages(heads, kv_heads, D, page, dtype
     want = cache.want(*call)
     cache.poison(*call[1:])
     near(run(cache, *call), want)
+    done = torch.zeros(1, dtype=torch.int32)
+    near(run(cache, *call, done=done), want)
+    assert done == 5 * kv_heads  # every program says so
+    near(run(cache, *call, done=done.fill_(-9), wave=1, slack=0), want)  # the one before it is never done
     gate = torch.randn(D, 5, heads).permute(1, 2, 0)
     out = torch.full((heads, D, 5), torch.nan, dtype=dtype).permute(2, 0, 1)
     wide = torch.full((5, heads, 2 * D), torch.nan, dtype=dtype)

@@ -17,6 +17,7 @@ fetched.
     partial      [R, Hkv, units, G * BD + 2 * BG] float32: sum, maximum (base 2) and weight of each unit
     slots        [rows, width] int32: place in the pool of each entry, -1 masked; with many rows it is made first, by a
                  kernel of its own, so that keys and values are one look-up away and can be fetched ahead
+    done         [1] int32 behind them: how many programs of the kernel in Gluon are done
 
 Source: flash attention (arXiv 2205.14135) and its split form, over gathered tokens.
 """
@@ -81,25 +82,33 @@ def choose(shape: Shape, device: str, whole: bool = False) -> Config:
 
 
 def _slots_kernel(
-    table, row_request, positions, block_ids, slots, first, k, ratio, capacity, pages, requests, width,
+    table, row_request, positions, block_ids, slots, first, k, ratio, capacity, pages, requests, units,
     stride_tr: tl.int64, stride_tp: tl.int64, stride_rr: tl.int64, stride_p: tl.int64, stride_ir: tl.int64, stride_ik,
-    taken, PAGE: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    taken, done, PAGE: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
+    """A program a row; EACH entries lie side by side in a page and are looked up once. Sets `done` to zero."""
     i_r = tl.program_id(0).to(tl.int64)
+    if done is not None:
+        tl.store(done, 0, mask=i_r == 0)
     if taken is not None and tl.load(taken + (first + i_r) // ROWS) > 0:
         return
     i_request, position = gather.row(
         row_request, positions, first + i_r, ratio, capacity, requests, stride_rr, stride_p
     )
     p_ids = block_ids + (first + i_r) * stride_ir
-    for i_j in range(0, width, BN):
-        o_j = i_j + tl.arange(0, BN)
+    o_e = tl.arange(0, EACH)
+    for i_s in range(0, units * (UNIT // EACH), BN):
+        o_j = (i_s + tl.arange(0, BN)) * EACH
         b_id = tl.load(p_ids + (o_j // ratio) * stride_ik, mask=o_j < k * ratio, other=-1)
         b_page, b_row, m_j = gather.slots(
             b_id, table + i_request * stride_tr, o_j, position, k, ratio, capacity, pages, stride_tp, PAGE
         )
-        b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)
-        tl.store(slots + i_r * width + o_j, b_slot, mask=o_j < width)
+        b_slot = tl.where(m_j, b_page.to(tl.int32) * PAGE + b_row, -1)[:, None] + o_e[None, :]
+        m_e = m_j[:, None]
+        if EACH > 1:  # of the open block, the tokens up to the row's own
+            m_e = m_e & ((o_j < k * ratio)[:, None] | (o_e < (position + 1) % ratio)[None, :])
+        p_slots = slots + i_r * units * UNIT + o_j[:, None] + o_e[None, :]
+        tl.store(p_slots, tl.where(m_e, b_slot, -1), mask=(o_j < units * UNIT)[:, None])
 
 
 def _whole_kernel(
@@ -237,7 +246,7 @@ STEPS = ["k", "capacity", "pages", "requests", "stride_tr", "stride_tp", "stride
 INDICES = ["table", "row_request", "positions", "block_ids"]
 WHOLE = ["first", "width", "capacity", "requests", "stride_rr", "stride_p"]
 slots_kernel = triton.jit(
-    _slots_kernel, do_not_specialize=[*STEPS, "first", "width"], do_not_specialize_on_alignment=INDICES
+    _slots_kernel, do_not_specialize=[*STEPS, "first", "units"], do_not_specialize_on_alignment=[*INDICES, "done"]
 )
 whole_kernel = triton.jit(
     _whole_kernel, do_not_specialize=WHOLE, do_not_specialize_on_alignment=["row_request", "positions"]
@@ -300,38 +309,45 @@ def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
 
 def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken, hopper: bool) -> None:
     """The slots of rows, then a program a row and KV head; as many rows at once as have room."""
-    (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
-    R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
-    (requests, columns), k, group = page_table.shape, block_ids.shape[1], q.shape[1] // kv_heads
-    units = triton.cdiv(k * ratio + ratio - 1, config.tokens)
+    page_table, row_request, positions, block_ids = index
+    (R, k), (requests, columns), (pages, page_tokens) = block_ids.shape, page_table.shape, heavy[1].shape[:2]
+    units, (counts, tile) = triton.cdiv(k * ratio + ratio - 1, config.tokens), taken
     width = units * config.tokens
+    # Tokens of a block lie side by side, unless it may begin in one page and end in the next.
+    each = ratio if config.tokens % ratio == 0 == page_tokens % ratio else 1
     rows = max(1, min(R, SLOTS_BYTES // (4 * width)))
-    slots = torch.empty(rows * width, dtype=torch.int32, device=q.device)
-    widths = _widths(q, kv_heads, config)
-    counts, tile = taken
-    row_strides = row_request.stride(0), positions.stride(0)
-    gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
-    flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache))
+    slots = torch.empty(rows * width + 1, dtype=torch.int32, device=out.device)
+    done = slots[-1:] if hopper and counts is None else None
     for first in range(0, R, rows):
         part = min(rows, R - first)
         slots_kernel[(part,)](
-            *index, slots, first, k, ratio, columns * page_tokens, pages, requests, width, *page_table.stride(),
-            *row_strides, *block_ids.stride(), counts, PAGE=page_tokens, BN=1024, ROWS=tile, num_warps=4,
+            *index, slots, first, k, ratio, columns * page_tokens, pages, requests, units, *page_table.stride(),
+            row_request.stride(0), positions.stride(0), *block_ids.stride(), counts, done, PAGE=page_tokens,
+            BN=1024 // each, ROWS=tile, UNIT=config.tokens, EACH=each, num_warps=4,
         )  # fmt: skip
+        here = first, part, requests, width
         if hopper:
             from thalweg.qsa import attention_gluon
 
-            attention_gluon.rows(
-                heavy, row_request, positions, slots, out_gate, out, first, part, requests, width, scales, counts, tile
-            )
-            continue
-        whole_kernel[(part, kv_heads)](
-            *heavy, row_request, positions, slots, out_gate, out, first, ratio, columns * page_tokens, requests,
-            width, group, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *row_strides,
-            *gate_strides, *out.stride(), counts, **widths, PAGE=page_tokens, FLAT=flat,
-            STAGES=config.num_stages, DTYPE=gather.DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile,
-            **config.options,
-        )  # fmt: skip
+            attention_gluon.rows(heavy, row_request, positions, slots, out_gate, out, *here, scales, counts, tile, done)
+        else:
+            _whole(heavy, row_request, positions, slots, out_gate, out, *here, ratio, columns, scales, config, taken)
+
+
+def _whole(heavy, row_request, positions, slots, out_gate, out, first: int, part: int, requests: int, width: int,
+           ratio: int, columns: int, scales, config: Config, taken) -> None:  # fmt: skip
+    """`part` rows from `first` on, whose slots are given."""
+    (q, k_cache, v_cache), (counts, tile) = heavy, taken
+    page_tokens, kv_heads = k_cache.shape[1:3]
+    gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
+    flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache))
+    whole_kernel[(part, kv_heads)](
+        *heavy, row_request, positions, slots, out_gate, out, first, ratio, columns * page_tokens, requests, width,
+        q.shape[1] // kv_heads, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), row_request.stride(0),
+        positions.stride(0), *gate_strides, *out.stride(), counts, **_widths(q, kv_heads, config), PAGE=page_tokens,
+        FLAT=flat, STAGES=config.num_stages, DTYPE=gather.DTYPES[multiplied(q.dtype, k_cache.dtype)], ROWS=tile,
+        **config.options,
+    )  # fmt: skip
 
 
 def _few(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> None:
