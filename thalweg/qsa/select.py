@@ -14,6 +14,7 @@ from thalweg.device import arch
 from thalweg.qsa import score as scores
 from thalweg.qsa import topk
 
+LISTED_ROWS, LISTED_BLOCKS, LISTED_K = 1024, 16384, 1024  # where survivors are listed: at least, at least, at most
 ALIGNED = 16  # scores: a row's first one, so that they are loaded and stored four at a time
 
 
@@ -28,30 +29,25 @@ def rows_at_once(R: int, N: int, k: int, workspace_bytes: int, config: topk.Conf
     return -(-tiles // parts) * 64
 
 
-def select(
+def exact(
     index_q: torch.Tensor,
     block_keys: torch.Tensor,
     page_table: torch.Tensor,
     row_request: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
-    workspace_bytes: int,
-    hopper: bool = False,
+    memory: torch.Tensor,
+    hopper: bool,
 ) -> None:
-    """Writes `out`; no sync. The workspace is allocated once for all parts. hopper: by the scorer in Gluon."""
-    R, k = out.shape
-    requests, columns = page_table.shape
-    N = columns * block_keys.shape[1]
-    if N == 0 or requests == 0:
-        out.fill_(-1)
-    if out.numel() == 0 or N == 0 or requests == 0:
-        return
+    """Writes `out` by score and top-k, as many rows at a time as fit `memory`, which is int32."""
+    (R, k), requests = out.shape, page_table.shape[0]
+    N = page_table.shape[1] * block_keys.shape[1]
     width = -(-N // ALIGNED) * ALIGNED
     config = topk.choose(topk.Shape(R, N, k), arch(out.device))
-    rows = rows_at_once(R, width, k, workspace_bytes, config)
-    matrix = torch.empty(rows, width, dtype=torch.float32, device=out.device)
     words = topk.row_words(N, k, config)
-    maxima = torch.empty(rows, words, dtype=torch.int32, device=out.device)
+    rows = rows_at_once(R, width, k, 4 * memory.numel(), config)
+    matrix = memory[: rows * width].view(torch.float32).view(rows, width)
+    maxima = memory[rows * width : rows * (width + words)].view(rows, words)
     run, given = scores.score, {}
     if hopper:
         from thalweg.qsa import score_gluon
@@ -65,3 +61,67 @@ def select(
         owner, seen = row_request[part], visible[part]
         run(index_q[part], block_keys, page_table, owner, seen, values, least=k, fill=False, **given)
         topk.topk(values, seen, out[part], owner, requests, maxima.view(-1), config, bool(given))
+
+
+def exact_words(R: int, N: int, k: int, workspace_bytes: int, device: str) -> int:
+    """int32 words of memory that `exact` takes: what the workspace allows, at least a row, not more than all rows."""
+    config, width = topk.choose(topk.Shape(R, N, k), device), -(-N // ALIGNED) * ALIGNED
+    rows = rows_at_once(R, width, k, workspace_bytes, config)
+    return rows * (width + topk.row_words(N, k, config))
+
+
+def lists_rows(R: int, N: int, k: int, requests: int, heads: int, dim: int, workspace_bytes: int, device: str) -> int:
+    """Rows whose survivors are listed together; 0 where the matrix is better or the workspace is too small."""
+    if R < LISTED_ROWS or N < LISTED_BLOCKS or k > LISTED_K or requests > 1:
+        return 0
+    from thalweg.qsa import survivors
+
+    rows = min(R, 4096)
+    config = survivors.choose(survivors.Shape(rows, N, k, heads, dim), device)
+    row = 4 * max(config.row_words, 0) + survivors.rest_bytes(rows, requests, dim, config) // rows
+    return rows if 2 * rows * row <= workspace_bytes else 0
+
+
+def select(
+    index_q: torch.Tensor,
+    block_keys: torch.Tensor,
+    page_table: torch.Tensor,
+    row_request: torch.Tensor,
+    visible: torch.Tensor,
+    out: torch.Tensor,
+    workspace_bytes: int,
+    hopper: bool = False,
+) -> torch.Tensor | None:
+    """Writes `out`; no sync. The workspace is allocated once for all parts. hopper: by the scorer in Gluon.
+
+    Returns, where survivors were listed, what the rows of the last part that were done again see, else 0.
+    """
+    (R, k), (requests, columns), (_, heads, dim) = out.shape, page_table.shape, index_q.shape
+    N, device = columns * block_keys.shape[1], arch(out.device)
+    if N == 0 or requests == 0:
+        out.fill_(-1)
+    if out.numel() == 0 or N == 0 or requests == 0:
+        return None
+    rows = lists_rows(R, N, k, requests, heads, dim, workspace_bytes, device) if hopper else 0
+    if rows == 0:
+        words = exact_words(R, N, k, workspace_bytes, device)
+        memory = torch.empty(words, dtype=torch.int32, device=out.device)
+        exact(index_q, block_keys, page_table, row_request, visible, out, memory, hopper)
+        return None
+    from thalweg.qsa import survivors
+
+    config = survivors.choose(survivors.Shape(rows, N, k, heads, dim), device)
+    listed = -(-rows * config.row_words // 64) * 64
+    words = exact_words(rows, N, k, workspace_bytes - 4 * listed, device)
+    words = max(words, survivors.rest_bytes(rows, requests, dim, config) // 4)
+    memory = torch.empty(listed + words, dtype=torch.int32, device=out.device)
+    flags = None
+    for lo in range(0, R, rows):
+        part = slice(lo, min(lo + rows, R))
+        call = (index_q[part], block_keys, page_table, row_request[part])
+
+        def again(flags, call=call, part=part):
+            exact(*call, flags, out[part], memory[listed:], True)
+
+        flags = survivors.select(*call, visible[part], out[part], memory[:listed], memory[listed:], config, again)
+    return flags
