@@ -57,6 +57,9 @@ class Pointer:
     def __getitem__(self, at):
         return Pointer(self.flat, self.offsets[at])
 
+    def unsqueeze(self, axis):
+        return Pointer(self.flat, self.offsets.unsqueeze(axis))
+
     def reached(self, mask):
         mask = torch.as_tensor(True if mask is None else mask).broadcast_to(self.offsets.shape)
         inside = (self.offsets >= 0) & (self.offsets < len(self.flat))

@@ -25,9 +25,9 @@ def _log2(x):
 
 
 @triton.jit
-def _search(b_key, least, low, n_low, high, c):
-    """The greatest key in [low, high) that `least` keys reach, or one found that exactly `least` of them do; how many
-    reach it.
+def _search(b_key, least, low, n_low, high, c, slack=0):
+    """The greatest key in [low, high) that `least` keys reach, or one found that from `least` to `least` + slack of them
+    do; how many reach it.
 
     n_low keys reach low, at least `least`; none reaches high. c is looked at first, then where the line through the
     last two points meets `least`, on the logarithm of the count: right for the tail of most distributions. Every fourth
@@ -40,7 +40,7 @@ def _search(b_key, least, low, n_low, high, c):
     i_step = least * 0
     gap = (high - low).to(tl.uint32)
     off = (c - low).to(tl.uint32)
-    while (n_low != least) & (gap > 1):
+    while (n_low > least + slack) & (gap > 1):
         if i_step % 4 == 3:
             off = gap // 2
             if i_step % 8 == 3:

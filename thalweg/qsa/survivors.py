@@ -32,6 +32,7 @@ from thalweg.qsa.topk import _seen
 
 SAMPLED = 2048  # keys of a row, at most
 PROGRAMS = 264  # of survivors_gluon, that run at once on an H200
+BEST_WARPS = 8
 MARGIN = 4.5  # standard deviations of how many of the k best are in the sample
 
 
@@ -67,7 +68,7 @@ def choose(shape: Shape, device: str) -> Config:
     tile = score_gluon.choose(score_gluon.Shape(shape.rows, shape.blocks, shape.heads, shape.dim), device).rows
     splits = max(1, min(16, PROGRAMS // -(-shape.rows // tile)))
     wanted = shape.k / stride
-    reach = wanted + MARGIN * wanted**0.5 + 4
+    reach = 1.125 * (wanted + MARGIN * wanted**0.5 + 4)
     most = (reach + 5 * reach**0.5) * stride / (2 * splits)
     capacity = -(-int(most + 5 * most**0.5 + 32) // 32) * 32
     return Config(stride, sampled, tile, splits, capacity, "one wave of programs; five deviations of a list's length")
@@ -116,7 +117,7 @@ def _threshold_kernel(scores, sampled_seen, least_score, stride_s: tl.int64, rea
         low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
         high = tl.max(b_key) + 1
         c = tl.minimum(tl.maximum(gumbel(b_x, o_s < n, reach, n), low), high)
-        key, _ = _search(b_key, reach, low, n, high, c)
+        key, _ = _search(b_key, reach, low, n, high, c, reach // 8)
         if key > LOWEST + 1:
             least = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
     tl.store(least_score + i_row, least)
@@ -188,7 +189,9 @@ def _best_kernel(
         o_l = tl.arange(0, LISTS)
         b_count = tl.load(counts + i_row * used + o_l, mask=o_l < used, other=0)
         p_list = lists + i_row * used * capacity
-        if tl.max(b_count) <= EACH:
+        if EACH >= MOST:
+            _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, MOST, WIDE)
+        elif tl.max(b_count) <= EACH:
             _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, EACH, WIDE)
         else:
             _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, MOST, WIDE)
@@ -265,7 +268,7 @@ def select(
         best_kernel[(R,)](
             lists, counts, flags, visible, row_request, out, N, k, requests, used, c.capacity, rows[1], rows[0],
             *out.stride(), LISTS=width, EACH=max(16, _power(4 * k) // width), MOST=_power(c.capacity),
-            WIDE=_power(k), num_warps=4,
+            WIDE=_power(k), num_warps=BEST_WARPS,
         )  # fmt: skip
     return flags
 

@@ -26,31 +26,54 @@ from thalweg.qsa.heads_gluon import KEYS, finished, here, page_row, seen, starte
 HALF = gl.constexpr(32)  # keys of a tile that a lane appends
 
 
+# Appends the scores $32 ... $63 that reach $96, with blocks from $128 on, at $64; $0: how many. From tensors of positions
+# and masks the compiler makes 16 instructions a score, from this 5: of the address only the lower half moves.
+_STEP = (
+    "setp.ge.f32 p, ${score}, $96; add.s32 n, $128, {i}; mov.b64 a, {{l, h}}; "
+    "@p st.global.v2.b32 [a], {{n, ${score}}}; @p add.s32 l, l, 8;"
+)
+_TEXT = " ".join(
+    ["{ .reg .pred p; .reg .b64 a; .reg .b32 l, h, m, n; mov.b64 {l, h}, $64; mov.b32 m, l;"]
+    + [_STEP.format(score=32 + i, i=i) for i in range(32)]
+    + ["sub.s32 m, l, m; shr.u32 $0, m, 3;"]
+    + [f"mov.b32 ${i}, 0;" for i in range(1, 32)]
+    + ["}"]
+)
+TEXT = gl.constexpr(_TEXT)
+CONSTRAINTS = gl.constexpr(",".join(["=r"] * 32 + ["f"] * 32 + ["l"] * 32 + ["f"] * 32 + ["r"] * 32))
+
+
 @gluon.jit
-def _add(a, b):
-    return a + b
+def _put(b_s, p_end, b_least, b_first, LAYOUT: gl.constexpr):
+    """Puts `[BM, 2, 32]` scores that reach b_least `[BM, 2]`, and their blocks from b_first on, at p_end; how many."""
+    p = gl.expand_dims(p_end.to(gl.int64), 2)
+    args = [b_s, p, gl.expand_dims(b_least, 2), gl.expand_dims(b_first, 2)]
+    b_n = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, gl.int32, is_pure=False, pack=32)
+    o_n = gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    return gl.sum(gl.where(gl.expand_dims(gl.expand_dims(o_n, 0), 0) == 0, b_n, 0), 2)
+
+
+@gluon.jit
+def _crosses(p_list, CAPACITY: gl.constexpr):
+    """Whether the upper half of addresses changes within the lists: of at most one in 4 GiB."""
+    b_low = p_list.to(gl.int64) & 0xFFFFFFFF
+    return b_low + CAPACITY * 8 > 0xFFFFFFFF
 
 
 @gluon.jit
 def _append(s_s, p_list, b_count, b_least, i_tile, BM: gl.constexpr, CAPACITY: gl.constexpr):
     """Appends what reaches the threshold of a tile's scores; how many each list holds now.
 
-    A list that might not take 32 more takes none: what is then not taken makes its count more than CAPACITY.
+    A list that might not take 32 more takes none, and its count becomes more than CAPACITY.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [2, 2], [1, 0])
     HALVES: gl.constexpr = gl.BlockedLayout([1, 1, 32], [32, 1, 1], [2, 2, 1], [2, 1, 0])
     b_s = gl.convert_layout(gl.reshape(s_s.load(ROW), [BM, 2, HALF]), HALVES)
-    b_in = b_s >= gl.expand_dims(b_least, 2)
-    b_n = b_in.to(gl.int32)
-    b_at = gl.associative_scan(b_n, 2, _add) - 1
-    b_new = gl.sum(b_n, 2)
-    o_half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES))), 0) * HALF + i_tile * KEYS
-    o_n = gl.expand_dims(gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(0, HALVES))), 0), 0)
-    b_id = (gl.expand_dims(o_half, 2) + o_n).to(gl.int64)
-    b_entry = (b_s.to(gl.int32, bitcast=True).to(gl.int64) << 32) | b_id
     room = b_count <= CAPACITY - HALF
-    gl.store(gl.expand_dims(p_list + b_count, 2) + b_at, b_entry, mask=b_in & gl.expand_dims(room, 2))
-    return gl.where(room, b_count + b_new, gl.where(b_new > 0, CAPACITY + 1, b_count))
+    o_half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+    b_first = gl.expand_dims(o_half * HALF + i_tile * KEYS, 0) + b_count * 0
+    b_new = _put(b_s, p_list + b_count, gl.where(room, b_least, float("nan")), b_first, HALVES)
+    return gl.where(room, b_count + b_new, CAPACITY + 1)
 
 
 @gluon.jit
@@ -91,7 +114,7 @@ def _kernel(
     o_m = gl.arange(0, BM, gl.SliceLayout(1, LIST))
     o_half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, LIST)), 0) + i_split * 2
     b_list = gl.expand_dims((first + o_m) * (splits * 2), 1) + o_half
-    b_count = gl.zeros([BM, 2], gl.int32, LIST)
+    b_count = gl.where(_crosses(lists + b_list * CAPACITY, CAPACITY), CAPACITY + 1, 0)
     step = i_t * 0  # of keys, so far: the next stage and its phase
     b_todo = b_request
     owner = gl.max(b_todo, 0)
