@@ -11,6 +11,19 @@ pytest.importorskip("triton")
 from thalweg.qsa import reference_ops, survivors
 
 LISTS = gluon_emulator.load("qsa", "survivors_gluon")
+
+
+def put(b_s, p_end, b_least, b_first, layout):
+    """What the assembly of `_put` does, in torch."""
+    b_in = b_s >= b_least[..., None]
+    b_at = b_in.cumsum(-1) - 1
+    b_block = (b_first[..., None] + torch.arange(b_s.shape[-1])).broadcast_to(b_s.shape)
+    entries = (b_s.contiguous().view(torch.int32).long() << 32) | b_block
+    gluon_emulator._store(p_end.unsqueeze(-1) + b_at, entries, b_in)
+    return b_in.sum(-1, dtype=torch.int32)
+
+
+LISTS._put, LISTS._crosses = put, lambda p, capacity: p.offsets < 0
 SCORES = gluon_emulator.load("qsa", "score_gluon")
 BF16 = torch.bfloat16
 
@@ -97,6 +110,6 @@ def test_b16_b17_b18_ids_are_those_of_score_and_topk(law, capacity, again, emula
     inputs = call(*FEW, law=law, holes={(0, 1)})
     want = torch.empty(len(inputs[0]), 16, dtype=torch.int32)
     reference_ops.select(*inputs, want, 16, 1 << 20)
-    ids, flags = select(inputs, 16, survivors.Config(3, 128, 64, 2, capacity, ""))
+    ids, flags = select(inputs, 16, survivors.Config(3, 128, 64, 2, capacity, 64, ""))
     assert torch.equal(ids, want)
     assert bool((flags > 0).any()) == again, flags

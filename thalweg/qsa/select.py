@@ -78,8 +78,8 @@ def lists_rows(R: int, N: int, k: int, requests: int, heads: int, dim: int, work
 
     rows = min(R, 4096)
     config = survivors.choose(survivors.Shape(rows, N, k, heads, dim), device)
-    row = 4 * max(config.row_words, 0) + survivors.rest_bytes(rows, requests, dim, config) // rows
-    return rows if 2 * rows * row <= workspace_bytes else 0
+    taken = 4 * rows * config.row_words + survivors.rest_bytes(rows, requests, dim, config)
+    return rows if 3 * taken <= 2 * workspace_bytes else 0
 
 
 def select(

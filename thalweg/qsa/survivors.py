@@ -17,6 +17,7 @@ decides only how long it takes. No kernel waits for the host: the exact way is l
 Source: our own.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,8 +32,8 @@ from thalweg.qsa.rank import LOWEST, _search, first, gumbel, order
 from thalweg.qsa.topk import _seen
 
 SAMPLED = 2048  # keys of a row, at most
+HELD = 2048  # entries of lists: 16 a lane
 PROGRAMS = 264  # of survivors_gluon, that run at once on an H200
-BEST_WARPS = 8
 MARGIN = 4.5  # standard deviations of how many of the k best are in the sample
 
 
@@ -53,12 +54,13 @@ class Config:
     tile: int  # rows
     splits: int  # programs of a row tile; each has two lists a row
     capacity: int  # of a list
+    held: int  # entries of lists that a program takes whole where they fit; else all, by a launch of its own
     reason: str = field(compare=False)
 
     @property
     def row_words(self) -> int:
-        """int32 words that a row takes: lists and their counts, threshold, samples seen, flag."""
-        return 2 * self.splits * (2 * self.capacity + 1) + 3
+        """int32 words that a row takes: lists and their counts, threshold, samples seen, flags."""
+        return 2 * self.splits * (2 * self.capacity + 1) + 4
 
 
 def choose(shape: Shape, device: str) -> Config:
@@ -71,7 +73,7 @@ def choose(shape: Shape, device: str) -> Config:
     reach = 1.125 * (wanted + MARGIN * wanted**0.5 + 4)
     most = (reach + 5 * reach**0.5) * stride / (2 * splits)
     capacity = -(-int(most + 5 * most**0.5 + 32) // 32) * 32
-    return Config(stride, sampled, tile, splits, capacity, "one wave of programs; five deviations of a list's length")
+    return Config(stride, sampled, tile, splits, capacity, _power(max(HELD, 4 * shape.k)), "one wave of programs; five deviations of a list's length")
 
 
 def _sample_kernel(
@@ -124,9 +126,12 @@ def _threshold_kernel(scores, sampled_seen, least_score, stride_s: tl.int64, rea
 
 
 def _flags_kernel(
-    counts, visible, row_request, flags, R, N, k, requests, lists, capacity, stride_v: tl.int64, stride_rr: tl.int64,
+    counts, visible, row_request, flags, again, R, N, k, requests, lists, capacity, stride_v: tl.int64,
+    stride_rr: tl.int64,
     BLOCK: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
+    """A row is done again with its BLOCK neighbours, which takes a tile of rows no longer, and the scorer guesses what a
+    tile takes from its first and last row."""
     o_r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     o_l = tl.arange(0, LISTS)
     b_n = tl.load(visible + o_r * stride_v, mask=o_r < R, other=0).to(tl.int64)
@@ -135,12 +140,14 @@ def _flags_kernel(
     b_n = tl.where((b_request >= 0) & (b_request < requests), b_n, 0)
     m = (o_r < R)[:, None] & (o_l < lists)[None, :]
     b_count = tl.load(counts + o_r[:, None] * lists + o_l[None, :], mask=m, other=0)
-    bad = (tl.sum(b_count, 1) < k) | (tl.max(b_count, 1) > capacity)
-    tl.store(flags + o_r, tl.where(bad & (b_n > k), b_n, 0), mask=o_r < R)
+    bad = ((tl.sum(b_count, 1) < k) | (tl.max(b_count, 1) > capacity)) & (b_n > k)
+    tl.store(flags + o_r, tl.where(bad, b_n, 0), mask=o_r < R)
+    any_bad = tl.max(bad.to(tl.int32)) > 0
+    tl.store(again + o_r, tl.where(any_bad, b_n, 0), mask=o_r < R)
 
 
 @triton.jit
-def _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS: tl.constexpr, EACH: tl.constexpr,
+def _put_lists(p_list, b_count, p_out, stride_k, k, capacity, LISTS: tl.constexpr, EACH: tl.constexpr,
               WIDE: tl.constexpr):  # fmt: skip
     """Writes the ids of the k best of lists that hold at most EACH, ascending."""
     SIZE: tl.constexpr = LISTS * EACH
@@ -175,26 +182,24 @@ def _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS: tl.constexpr
 
 
 def _best_kernel(
-    lists, counts, flags, visible, row_request, out, N, k, requests, used, capacity,
+    lists, counts, flags, visible, row_request, out, N, k, requests, used, capacity, above,
     stride_v: tl.int64, stride_rr: tl.int64, stride_or: tl.int64, stride_k,
-    LISTS: tl.constexpr, EACH: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+    LISTS: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Rows whose longest list holds more than `above` and at most EACH; above -1: also those that see at most k."""
     i_row = tl.program_id(0).to(tl.int64)
     n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     p_out = out + i_row * stride_or
     o_w = tl.arange(0, WIDE)
-    if n <= k:
+    if (n <= k) & (above < 0):
         tl.store(p_out + o_w * stride_k, tl.where(o_w < n, o_w, -1), mask=o_w < k)
     if (n > k) & (tl.load(flags + i_row) == 0):
         o_l = tl.arange(0, LISTS)
         b_count = tl.load(counts + i_row * used + o_l, mask=o_l < used, other=0)
-        p_list = lists + i_row * used * capacity
-        if EACH >= MOST:
-            _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, MOST, WIDE)
-        elif tl.max(b_count) <= EACH:
-            _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, EACH, WIDE)
-        else:
-            _put_best(p_list, b_count, p_out, stride_k, k, capacity, LISTS, MOST, WIDE)
+        most = tl.max(b_count)
+        if (most > above) & (most <= EACH):
+            p_list = lists + i_row * used * capacity
+            _put_lists(p_list, b_count, p_out, stride_k, k, capacity, LISTS, EACH, WIDE)
 
 
 INDICES = ["table", "row_request", "visible"]
@@ -212,7 +217,7 @@ flags_kernel = triton.jit(
 )
 best_kernel = triton.jit(
     _best_kernel,
-    do_not_specialize=["N", "k", "requests", "used", "stride_v", "stride_rr", "stride_or"],
+    do_not_specialize=["N", "k", "requests", "used", "above", "stride_v", "stride_rr", "stride_or"],
     do_not_specialize_on_alignment=["row_request", "visible", "out"],
 )
 
@@ -240,11 +245,11 @@ def select(
     (R, k), (requests, columns) = out.shape, page_table.shape
     (pages, page, D), N, c = block_keys.shape, page_table.shape[1] * block_keys.shape[1], config
     used, rows, tiles = 2 * c.splits, (row_request.stride(0), visible.stride(0)), requests * c.sampled // 64
-    at = [0, *(2 * used * c.capacity * R, used * R, R, R, R)]
-    at = [sum(at[: i + 1]) for i in range(6)]
+    at = list(itertools.accumulate((0, 2 * used * c.capacity * R, used * R, R, R, R, R)))
     parts = [workspace[a:b] for a, b in zip(at, at[1:])]
     lists = parts[0].view(torch.int64).view(R, used, c.capacity)
     counts, least_score, sampled_seen, flags = parts[1].view(R, used), parts[2].view(torch.float32), parts[3], parts[4]
+    again = parts[5]
     scores, table, sample = sampling(rest, R, requests, D, block_keys.dtype, c)
     with current(out.device):
         sample_kernel[(tiles + -(-R // 1024),)](
@@ -259,17 +264,18 @@ def select(
         survivors_gluon.survivors(
             index_q, block_keys, page_table, row_request, visible, least_score, lists, counts, k, c.tile
         )
-        flags_kernel[(-(-R // 128),)](
-            counts, visible, row_request, flags, R, N, k, requests, used, c.capacity, rows[1], rows[0],
-            BLOCK=128, LISTS=_power(used),
+        flags_kernel[(-(-R // 64),)](
+            counts, visible, row_request, flags, again, R, N, k, requests, used, c.capacity, rows[1], rows[0],
+            BLOCK=64, LISTS=_power(used),
         )  # fmt: skip
-        exact(flags)
-        width = _power(used)
-        best_kernel[(R,)](
-            lists, counts, flags, visible, row_request, out, N, k, requests, used, c.capacity, rows[1], rows[0],
-            *out.stride(), LISTS=width, EACH=max(16, _power(4 * k) // width), MOST=_power(c.capacity),
-            WIDE=_power(k), num_warps=BEST_WARPS,
-        )  # fmt: skip
+        exact(again)
+        above, width = -1, _power(used)
+        for each in sorted({min(c.held // width, _power(c.capacity)), _power(c.capacity)}):
+            best_kernel[(R,)](
+                lists, counts, flags, visible, row_request, out, N, k, requests, used, c.capacity, above, rows[1],
+                rows[0], *out.stride(), LISTS=width, EACH=each, WIDE=_power(k), num_warps=4,
+            )  # fmt: skip
+            above = each
     return flags
 
 
