@@ -1,5 +1,5 @@
-"""The lists of scores that reach a threshold, and selecting from them: kernels in Triton interpreted or on a GPU, those in
-Gluon emulated on the CPU, against the definition and against a plain sort."""
+"""The lists of scores that reach a threshold, and selecting from them: kernels in Triton interpreted, those in Gluon
+emulated, against the definition and against a plain sort."""
 
 import gluon_emulator
 import pytest
@@ -59,7 +59,7 @@ def test_lists_hold_what_reaches_the_threshold(splits, capacity):
     R, least = len(inputs[0]), torch.randn(len(inputs[0])) * 3 + 4
     lists = torch.full((R, 2 * splits, capacity), -7)
     counts = torch.full((R, 2 * splits), -7, dtype=torch.int32)
-    LISTS.survivors(*inputs, least, lists, counts, 9, 64)
+    LISTS.survivors(*inputs, least, lists, counts, 9, 64, capacity)
     scores = torch.full((R, 320), torch.nan)
     reference_ops.score(*inputs, scores, 320)
     full = 0
@@ -73,7 +73,9 @@ def test_lists_hold_what_reaches_the_threshold(splits, capacity):
             if count <= capacity:
                 entries = lists[r, i, :count]
                 assert (entries & 0xFFFFFFFF).tolist() == mine
-                torch.testing.assert_close((entries >> 32).int().view(torch.float32), scores[r, mine], rtol=0, atol=1e-3)
+                torch.testing.assert_close(
+                    (entries >> 32).int().view(torch.float32), scores[r, mine], rtol=0, atol=1e-3
+                )
     assert (full > 0) == (capacity == 64)
 
 
@@ -110,6 +112,6 @@ def test_b16_b17_b18_ids_are_those_of_score_and_topk(law, capacity, again, emula
     inputs = call(*FEW, law=law, holes={(0, 1)})
     want = torch.empty(len(inputs[0]), 16, dtype=torch.int32)
     reference_ops.select(*inputs, want, 16, 1 << 20)
-    ids, flags = select(inputs, 16, survivors.Config(3, 128, 64, 2, capacity, 64, ""))
+    ids, flags = select(inputs, 16, survivors.Config(3, 128, 19, 64, 2, capacity, 64, ""))
     assert torch.equal(ids, want)
     assert bool((flags > 0).any()) == again, flags

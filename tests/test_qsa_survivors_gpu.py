@@ -1,4 +1,4 @@
-"""qsa_select by lists of survivors, on a GPU: exact for hostile keys, the share of rows done again and what that takes."""
+"""qsa_select by lists of survivors, on a GPU: exact for hostile keys, the share of rows done again, what that takes."""
 
 import pytest
 import torch
@@ -12,6 +12,13 @@ pytestmark = pytest.mark.gpu
 CAP = 288 << 20
 SHAPES = ({"rows": (1100,), "blocks": 20000}, {"rows": (1500,), "blocks": 63744}, {"rows": (1100,), "blocks": 33000,
           "k": 64, "heads": 3}, {"rows": (2100,), "blocks": 40000, "k": 300, "page": 192})  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def listed(monkeypatch):
+    """Survivors are listed at these shapes too."""
+    monkeypatch.setattr(select, "LISTED_ROWS", 1024)
+    monkeypatch.setattr(select, "LISTED_BLOCKS", 16384)
 
 
 def by_lists(args):

@@ -239,7 +239,7 @@ IMPLS: dict[str, tuple[Impl, ...]] = {
     "qsa_select": (
         Impl(
             "hopper",
-            "score in Gluon, which makes the top-k's maxima, and topk; as many rows at a time as fit the workspace",
+            "in Gluon: lists of what reaches a sampled threshold, or score, which makes the top-k's maxima, and topk",
             _select_hopper_why_not,
             _select_hopper,
         ),

@@ -26,8 +26,8 @@ def _log2(x):
 
 @triton.jit
 def _search(b_key, least, low, n_low, high, c, slack=0):
-    """The greatest key in [low, high) that `least` keys reach, or one found that from `least` to `least` + slack of them
-    do; how many reach it.
+    """The greatest key in [low, high) that `least` keys reach, or one found that up to `slack` more reach; and how many
+    reach it.
 
     n_low keys reach low, at least `least`; none reaches high. c is looked at first, then where the line through the
     last two points meets `least`, on the logarithm of the count: right for the tail of most distributions. Every fourth

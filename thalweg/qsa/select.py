@@ -1,8 +1,12 @@
-"""The ids of each row's k best blocks: scores and their top-k, some rows at a time, under a cap of memory.
+"""The ids of each row's k best blocks under a cap of memory: by score and top-k, or by lists of survivors.
 
-As many rows are scored together as fit `workspace_bytes`; at least one. Rows that see at most k blocks are not scored.
-What a row holds while it is worked on: N float32 scores and the top-k's maxima and list. On Hopper the scorer makes the
-maxima while it has the scores, so that the top-k reads 8,192 scores a row where k is 512, not all of them.
+Score and top-k, `exact`: as many rows are scored together as fit the memory; at least one. Rows that see at most k
+blocks are not scored. What a row holds while it is worked on: N float32 scores and the top-k's maxima and list. On
+Hopper the scorer makes the maxima while it has the scores, so that the top-k reads 8,192 scores a row where k is 512,
+not all of them.
+
+Lists, `survivors`, on Hopper where rows and blocks are many: what reaches a threshold is all that is stored. Rows for
+which that was not enough are done by `exact`, in the memory that the lists leave. The ids are the same.
 
     index_q, block_keys, page_table, row_request, visible     as in `score`
     out                                                       [R, k] int32, as in `topk`
@@ -14,7 +18,12 @@ from thalweg.device import arch
 from thalweg.qsa import score as scores
 from thalweg.qsa import topk
 
-LISTED_ROWS, LISTED_BLOCKS, LISTED_K = 1024, 16384, 1024  # where survivors are listed: at least, at least, at most
+LISTED = 4096  # rows whose survivors are listed together: a row tile has four programs, the lists take 120 MB
+LISTED_ROWS = 2048  # the fewest
+LISTED_BLOCKS = (
+    28672  # the fewest: 324 us and not 280 with 16,384 of them, 426 and not 457 with 32,768, 674 and not 803
+)
+LISTED_K = 1024  # the most: a program holds four times as many entries
 ALIGNED = 16  # scores: a row's first one, so that they are loaded and stored four at a time
 
 
@@ -71,12 +80,15 @@ def exact_words(R: int, N: int, k: int, workspace_bytes: int, device: str) -> in
 
 
 def lists_rows(R: int, N: int, k: int, requests: int, heads: int, dim: int, workspace_bytes: int, device: str) -> int:
-    """Rows whose survivors are listed together; 0 where the matrix is better or the workspace is too small."""
+    """Rows whose survivors are listed together; 0 where the matrix is better or lists would take most of the workspace.
+
+    Of several requests rows see too unlike counts of blocks for programs of equal row tiles.
+    """
     if R < LISTED_ROWS or N < LISTED_BLOCKS or k > LISTED_K or requests > 1:
         return 0
     from thalweg.qsa import survivors
 
-    rows = min(R, 4096)
+    rows = min(R, LISTED)
     config = survivors.choose(survivors.Shape(rows, N, k, heads, dim), device)
     taken = 4 * rows * config.row_words + survivors.rest_bytes(rows, requests, dim, config)
     return rows if 3 * taken <= 2 * workspace_bytes else 0

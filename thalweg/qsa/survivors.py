@@ -4,10 +4,11 @@ A key of every `stride` consecutive blocks is scored first. The threshold of a r
 
     m = k / stride + 4.5 sqrt(k / stride) + 4
 
-so that about m x stride scores reach it and almost never fewer than k. `survivors_gluon` puts these into lists, and the
-k best of the lists are the row's. A row is done again by the exact way, `exact`, where that cannot be said: fewer than k
-reached the threshold, or a list was full. So the ids are those of score and top-k for any scores; what scores look like
-decides only how long it takes. No kernel waits for the host: the exact way is launched always, and finds nothing to do.
+so that about m x stride scores reach it and almost never fewer than k. `survivors_gluon` puts these into lists, and
+the k best of the lists are the row's. A row is done again by the exact way, `exact`, where that cannot be said: fewer
+than k reached the threshold, or a list was full. So the ids are those of score and top-k for any scores; what scores
+look like decides only how long it takes. Nothing waits for the host: the exact way is launched always, and mostly finds
+nothing to do.
 
     sample     the sampled keys, pages of 64; how many of a row's are visible
     threshold  a program a row
@@ -51,6 +52,7 @@ class Shape(NamedTuple):
 class Config:
     stride: int  # blocks of which one is sampled
     sampled: int  # keys of a request, a multiple of 64
+    reach: int  # the threshold is the best but `reach` - 1 of the sample, or one that up to an eighth more reach
     tile: int  # rows
     splits: int  # programs of a row tile; each has two lists a row
     capacity: int  # of a list
@@ -65,21 +67,24 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device that takes it."""
-    stride = max(1, -(-shape.blocks // SAMPLED))
+    stride = -(-shape.blocks // SAMPLED)
     sampled = -(-(shape.blocks // stride) // 64) * 64
     tile = score_gluon.choose(score_gluon.Shape(shape.rows, shape.blocks, shape.heads, shape.dim), device).rows
     splits = max(1, min(16, PROGRAMS // -(-shape.rows // tile)))
     wanted = shape.k / stride
-    reach = 1.125 * (wanted + MARGIN * wanted**0.5 + 4)
-    most = (reach + 5 * reach**0.5) * stride / (2 * splits)
+    reach = int(wanted + MARGIN * wanted**0.5 + 4)
+    most = 1.125 * reach
+    most = (most + 5 * most**0.5) * stride / (2 * splits)
     capacity = -(-int(most + 5 * most**0.5 + 32) // 32) * 32
-    return Config(stride, sampled, tile, splits, capacity, _power(max(HELD, 4 * shape.k)), "one wave of programs; five deviations of a list's length")
+    held = triton.next_power_of_2(max(HELD, 4 * shape.k))
+    reason = "one wave of programs; lists for five deviations of what a threshold lets through, and of a list's part"
+    return Config(stride, sampled, reach, tile, splits, capacity, held, reason)
 
 
 def _sample_kernel(
     keys, table, row_request, visible, sample, sample_table, sampled_seen, R, k, requests, most, pages, stride, sampled,
-    stride_kp: tl.int64, stride_kr: tl.int64, stride_tr: tl.int64, stride_tp: tl.int64, stride_rr: tl.int64,
-    stride_v: tl.int64,
+    stride_kp: tl.int64, stride_kr: tl.int64, stride_tr: tl.int64, stride_tp: tl.int64, stride_v: tl.int64,
+    stride_rr: tl.int64,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs of 64 samples of a request, then programs of BLOCK rows."""
@@ -130,8 +135,8 @@ def _flags_kernel(
     stride_rr: tl.int64,
     BLOCK: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """A row is done again with its BLOCK neighbours, which takes a tile of rows no longer, and the scorer guesses what a
-    tile takes from its first and last row."""
+    """What a row sees if it must be done again, and if one of its BLOCK must: a tile of rows takes as long as one row,
+    and the scorer guesses what it takes from its first and last row."""
     o_r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     o_l = tl.arange(0, LISTS)
     b_n = tl.load(visible + o_r * stride_v, mask=o_r < R, other=0).to(tl.int64)
@@ -205,8 +210,8 @@ def _best_kernel(
 INDICES = ["table", "row_request", "visible"]
 sample_kernel = triton.jit(
     _sample_kernel,
-    do_not_specialize=["R", "k", "requests", "most", "pages", "stride", "sampled", "stride_tr", "stride_tp", "stride_rr",
-                       "stride_v"],
+    do_not_specialize=["R", "k", "requests", "most", "pages", "stride", "sampled", "stride_tr", "stride_tp",
+                       "stride_v", "stride_rr"],
     do_not_specialize_on_alignment=INDICES,
 )  # fmt: skip
 threshold_kernel = triton.jit(_threshold_kernel, do_not_specialize=["reach"])
@@ -240,40 +245,35 @@ def select(
 ) -> torch.Tensor:
     """Writes `out`; arguments as in `select`. Returns how many blocks each row sees that `exact` did again, else 0.
 
-    workspace: int32, `row_words` a row. rest: bytes for the sample and its scores, free again when `exact` is called.
+    workspace: int32, `row_words` a row. rest: int32, `rest_bytes` for the sample, free again when `exact` is called.
     """
-    (R, k), (requests, columns) = out.shape, page_table.shape
-    (pages, page, D), N, c = block_keys.shape, page_table.shape[1] * block_keys.shape[1], config
-    used, rows, tiles = 2 * c.splits, (row_request.stride(0), visible.stride(0)), requests * c.sampled // 64
-    at = list(itertools.accumulate((0, 2 * used * c.capacity * R, used * R, R, R, R, R)))
-    parts = [workspace[a:b] for a, b in zip(at, at[1:])]
-    lists = parts[0].view(torch.int64).view(R, used, c.capacity)
-    counts, least_score, sampled_seen, flags = parts[1].view(R, used), parts[2].view(torch.float32), parts[3], parts[4]
-    again = parts[5]
-    scores, table, sample = sampling(rest, R, requests, D, block_keys.dtype, c)
+    (R, k), requests, c = out.shape, page_table.shape[0], config
+    (pages, page, D), N, used = block_keys.shape, page_table.shape[1] * block_keys.shape[1], 2 * config.splits
+    rows = (visible.stride(0), row_request.stride(0))
+    ends = list(itertools.accumulate((0, 2 * used * c.capacity * R, used * R, R, R, R, R)))
+    lists, counts, least_score, sampled_seen, flags, again = (workspace[a:b] for a, b in itertools.pairwise(ends))
+    lists, counts, least_score = lists.view(torch.int64), counts.view(R, used), least_score.view(torch.float32)
+    scores, table, sample = _sampling(rest, R, requests, D, block_keys.dtype, c)
     with current(out.device):
-        sample_kernel[(tiles + -(-R // 1024),)](
+        sample_kernel[(table.numel() + -(-R // 1024),)](
             block_keys, page_table, row_request, visible, sample, table, sampled_seen, R, k, requests, N, pages,
-            c.stride, c.sampled, block_keys.stride(0), block_keys.stride(1), *page_table.stride(), *rows,
-            D=D, PAGE=page, BLOCK=1024,
+            c.stride, c.sampled, *block_keys.stride()[:2], *page_table.stride(), *rows, D=D, PAGE=page, BLOCK=1024,
         )  # fmt: skip
         score_gluon.score(index_q, sample, table, row_request, sampled_seen, scores, fill=False)
-        wanted = k / c.stride
-        reach = int(wanted + MARGIN * wanted**0.5 + 4)
-        threshold_kernel[(R,)](scores, sampled_seen, least_score, c.sampled, reach, SIZE=_power(c.sampled), num_warps=4)
+        threshold_kernel[(R,)](scores, sampled_seen, least_score, c.sampled, c.reach, SIZE=_power(c.sampled))
         survivors_gluon.survivors(
-            index_q, block_keys, page_table, row_request, visible, least_score, lists, counts, k, c.tile
+            index_q, block_keys, page_table, row_request, visible, least_score, lists, counts, k, c.tile, c.capacity
         )
         flags_kernel[(-(-R // 64),)](
-            counts, visible, row_request, flags, again, R, N, k, requests, used, c.capacity, rows[1], rows[0],
+            counts, visible, row_request, flags, again, R, N, k, requests, used, c.capacity, *rows,
             BLOCK=64, LISTS=_power(used),
         )  # fmt: skip
         exact(again)
         above, width = -1, _power(used)
         for each in sorted({min(c.held // width, _power(c.capacity)), _power(c.capacity)}):
             best_kernel[(R,)](
-                lists, counts, flags, visible, row_request, out, N, k, requests, used, c.capacity, above, rows[1],
-                rows[0], *out.stride(), LISTS=width, EACH=each, WIDE=_power(k), num_warps=4,
+                lists, counts, flags, visible, row_request, out, N, k, requests, used, c.capacity, above, *rows,
+                *out.stride(), LISTS=width, EACH=each, WIDE=_power(k),
             )  # fmt: skip
             above = each
     return flags
@@ -284,7 +284,7 @@ def rest_bytes(R: int, requests: int, dim: int, config: Config) -> int:
     return 4 * R * config.sampled + requests * config.sampled * (2 * dim + 4)
 
 
-def sampling(rest: torch.Tensor, R: int, requests: int, dim: int, dtype: torch.dtype, config: Config):
+def _sampling(rest: torch.Tensor, R: int, requests: int, dim: int, dtype: torch.dtype, config: Config):
     """The scores of the sample `[R, sampled]`, its page table and its keys, within `rest` (int32)."""
     a = R * config.sampled
     b = a + requests * config.sampled * dim // 2

@@ -3,13 +3,14 @@
     (score, block) is in a list of its row where score[row, block] >= least[row], the block visible and mapped, the
     score a number
 
-The products, and so the bits of a score, are those of `score_gluon`. A program has one row tile and every `splits`-th
+The products, and so the bits of a score, are those of `score_gluon`. A program has one row tile and each `splits`-th
 of its key tiles, so that keys which crowd together fill all lists alike. When a tile is scored it waits in shared
 memory; a lane then holds half a row of it and appends what reaches the threshold to a list that is the lane's alone,
-while the next tile's products are in flight: no lane waits for another, nothing is atomic, the order is always the same.
+while the next tile's products are in flight: no lane waits for another, nothing is atomic, the order is always that of
+the blocks.
 
     least      [R] float32; NaN: nothing reaches it
-    lists      [R, lists, capacity] int64: the float32 bits of a score above, its block below; splits x 2 lists a row
+    lists      [R, lists, capacity] int64, flat: the float32 bits of a score above, its block below; 2 lists a program
     counts     [R, lists] int32: how many are in the list; more than `capacity`: some are not
 """
 
@@ -26,8 +27,8 @@ from thalweg.qsa.heads_gluon import KEYS, finished, here, page_row, seen, starte
 HALF = gl.constexpr(32)  # keys of a tile that a lane appends
 
 
-# Appends the scores $32 ... $63 that reach $96, with blocks from $128 on, at $64; $0: how many. From tensors of positions
-# and masks the compiler makes 16 instructions a score, from this 5: of the address only the lower half moves.
+# Appends the scores $32 ... $63 that reach $96, with blocks from $128 on, at $64; $0: how many. From tensors of places
+# and masks the compiler makes 16 instructions a score, from this 7: of the address only the lower half moves.
 _STEP = (
     "setp.ge.f32 p, ${score}, $96; add.s32 n, $128, {i}; mov.b64 a, {{l, h}}; "
     "@p st.global.v2.b32 [a], {{n, ${score}}}; @p add.s32 l, l, 8;"
@@ -54,26 +55,26 @@ def _put(b_s, p_end, b_least, b_first, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _crosses(p_list, CAPACITY: gl.constexpr):
+def _crosses(p_list, capacity):
     """Whether the upper half of addresses changes within the lists: of at most one in 4 GiB."""
     b_low = p_list.to(gl.int64) & 0xFFFFFFFF
-    return b_low + CAPACITY * 8 > 0xFFFFFFFF
+    return b_low + capacity * 8 > 0xFFFFFFFF
 
 
 @gluon.jit
-def _append(s_s, p_list, b_count, b_least, i_tile, BM: gl.constexpr, CAPACITY: gl.constexpr):
+def _append(s_s, p_list, b_count, b_least, i_tile, capacity, BM: gl.constexpr):
     """Appends what reaches the threshold of a tile's scores; how many each list holds now.
 
-    A list that might not take 32 more takes none, and its count becomes more than CAPACITY.
+    A list that might not take 32 more takes none, and its count becomes more than capacity.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [2, 2], [1, 0])
     HALVES: gl.constexpr = gl.BlockedLayout([1, 1, 32], [32, 1, 1], [2, 2, 1], [2, 1, 0])
     b_s = gl.convert_layout(gl.reshape(s_s.load(ROW), [BM, 2, HALF]), HALVES)
-    room = b_count <= CAPACITY - HALF
+    room = b_count <= capacity - HALF
     o_half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
     b_first = gl.expand_dims(o_half * HALF + i_tile * KEYS, 0) + b_count * 0
     b_new = _put(b_s, p_list + b_count, gl.where(room, b_least, float("nan")), b_first, HALVES)
-    return gl.where(room, b_count + b_new, CAPACITY + 1)
+    return gl.where(room, b_count + b_new, capacity + 1)
 
 
 @gluon.jit
@@ -87,8 +88,8 @@ def _hidden(b_s, s_rows, i_tile, there, ACC: gl.constexpr):
 def _kernel(
     q, keys, table, row_request, visible, least_score, lists, counts,
     R, requests, most, least, pages, pitch, stride_qh,
-    stride_tr: gl.int64, stride_tp: gl.int64, stride_rr: gl.int64, stride_v: gl.int64, splits,
-    HEADS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr, CAPACITY: gl.constexpr,
+    stride_tr: gl.int64, stride_tp: gl.int64, stride_rr: gl.int64, stride_v: gl.int64, splits, capacity,
+    HEADS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -114,7 +115,7 @@ def _kernel(
     o_m = gl.arange(0, BM, gl.SliceLayout(1, LIST))
     o_half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, LIST)), 0) + i_split * 2
     b_list = gl.expand_dims((first + o_m) * (splits * 2), 1) + o_half
-    b_count = gl.where(_crosses(lists + b_list * CAPACITY, CAPACITY), CAPACITY + 1, 0)
+    b_count = gl.where(_crosses(lists + b_list * capacity, capacity), capacity + 1, 0)
     step = i_t * 0  # of keys, so far: the next stage and its phase
     b_todo = b_request
     owner = gl.max(b_todo, 0)
@@ -152,8 +153,8 @@ def _kernel(
                 b_k = s_k.index(s).load(LEFT)
                 w = started(b_k, s_q, here(0 * i_t), HEADS, BM)
                 if i_turn > 0:  # the tile before, while products are in flight
-                    p_list = lists + b_list * CAPACITY
-                    b_count = _append(s_s, p_list, b_count, b_least, i_tile - splits, BM, CAPACITY)
+                    p_list = lists + b_list * capacity
+                    b_count = _append(s_s, p_list, b_count, b_least, i_tile - splits, capacity, BM)
                 more = i_turn + 2 < count
                 mbarrier.expect(full.index(s), KEYS * D * 2, pred=more)
                 row3 = page_row(p_table, gl.minimum(i_tile + 3 * splits, last), pages, pitch, stride_tp, PAGE)
@@ -169,8 +170,8 @@ def _kernel(
                 row2 = row3
                 step += 1
                 i_tile += splits
-            p_list = lists + b_list * CAPACITY
-            b_count = _append(s_s, p_list, b_count, b_least, i_tile - splits, BM, CAPACITY)
+            p_list = lists + b_list * capacity
+            b_count = _append(s_s, p_list, b_count, b_least, i_tile - splits, capacity, BM)
         b_todo = gl.where(b_mine, -1, b_todo)
         owner = gl.max(b_todo, 0)
     gl.store(counts + b_list, b_count, mask=gl.expand_dims(first + o_m < R, 1))
@@ -183,7 +184,7 @@ def _kernel(
 kernel = gluon.jit(
     _kernel,
     do_not_specialize=["R", "requests", "most", "least", "pages", "pitch", "stride_qh", "stride_tr", "stride_tp",
-                       "stride_rr", "stride_v", "splits"],
+                       "stride_rr", "stride_v", "splits", "capacity"],
     do_not_specialize_on_alignment=["table", "row_request", "visible", "least_score", "counts"],
 )  # fmt: skip
 
@@ -203,6 +204,7 @@ def survivors(
     counts: torch.Tensor,
     least: int,
     tile: int,
+    capacity: int,
 ) -> None:
     """Writes `counts` and, as far as these say, `lists`; arguments as `score_gluon.score` takes them.
 
@@ -218,5 +220,5 @@ def survivors(
         kernel[(-(-R // tile) * splits,)](
             q_tiles, key_tiles, page_table, row_request, visible, least_score, lists, counts, R, requests,
             columns * page, least, pages, pitch, index_q.stride(1), *page_table.stride(), row_request.stride(0),
-            visible.stride(0), splits, HEADS=heads, D=D, BM=tile, PAGE=page, CAPACITY=lists.shape[2], num_warps=4,
+            visible.stride(0), splits, capacity, HEADS=heads, D=D, BM=tile, PAGE=page, num_warps=4,
         )  # fmt: skip
