@@ -1,13 +1,24 @@
 """The best of the keys that a program holds: integers of a score's order, the k-th found by counting.
 
 Keys are int32 tensors `[SIZE]`, SIZE a power of two: LOWEST what is not there, one more NaN, then the numbers in their
-order, -0.0 equal to 0.0. Device functions that `topk` shares between the levels of its tree.
+order, -0.0 equal to 0.0. Device functions that `topk` shares between the levels of its tree, and `survivors` uses.
 """
 
 import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def seen(visible, row_request, i_row, N, requests, stride_v, stride_rr):
+    """Blocks that a row sees, within [0, N]; none of a request out of range."""
+    n = tl.load(visible + i_row * stride_v).to(tl.int64)
+    n = tl.minimum(tl.maximum(n, 0), N).to(tl.int32)
+    if row_request is not None:
+        i_request = tl.load(row_request + i_row * stride_rr).to(tl.int64)
+        n = tl.where((i_request >= 0) & (i_request < requests), n, 0)
+    return n
 
 
 @triton.jit
@@ -25,7 +36,7 @@ def _log2(x):
 
 
 @triton.jit
-def _search(b_key, least, low, n_low, high, c, slack=0):
+def search(b_key, least, low, n_low, high, c, slack=0):
     """The greatest key in [low, high) that `least` keys reach, or one found that up to `slack` more reach; and how many
     reach it.
 
@@ -67,7 +78,7 @@ def _search(b_key, least, low, n_low, high, c, slack=0):
 
 @triton.jit
 def first(least, low, n_low, high):
-    """A first key for `_search`, on a line to half a key at high."""
+    """A first key for `search`, on a line to half a key at high."""
     part = _log2(n_low.to(tl.float32) / least.to(tl.float32)) / _log2(2.0 * n_low.to(tl.float32))
     return low + ((high - low).to(tl.uint32).to(tl.float32) * part).to(tl.uint32).to(tl.int32)
 
@@ -107,7 +118,7 @@ def put_best(b_key, b_first, least, low, n_low, high, c, p_out, stride, SIZE: tl
 
     Keys come in fours of consecutive ids from b_first `[SIZE / 4]` on: a lane has a four, which makes counting cheap.
     """
-    low, n_low = _search(b_key, least, low, n_low, high, c)
+    low, n_low = search(b_key, least, low, n_low, high, c)
     if n_low > least:  # of those equal to the last one the first are taken
         b_0, b_1, b_2, b_3 = _quads(b_key == low, SIZE)
         b_left = tl.sum(b_0 + b_1 + b_2 + b_3) - (n_low - least) - _before(b_0, b_1, b_2, b_3)

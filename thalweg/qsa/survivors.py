@@ -29,8 +29,7 @@ import triton.language as tl
 
 from thalweg.device import current
 from thalweg.qsa import score_gluon, survivors_gluon
-from thalweg.qsa.rank import LOWEST, _search, first, gumbel, order
-from thalweg.qsa.topk import _seen
+from thalweg.qsa.rank import LOWEST, first, gumbel, order, search, seen
 
 SAMPLED = 2048  # keys of a row, at most
 HELD = 2048  # entries of lists: 16 a lane
@@ -124,7 +123,7 @@ def _threshold_kernel(scores, sampled_seen, least_score, stride_s: tl.int64, rea
         low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
         high = tl.max(b_key) + 1
         c = tl.minimum(tl.maximum(gumbel(b_x, o_s < n, reach, n), low), high)
-        key, _ = _search(b_key, reach, low, n, high, c, reach // 8)
+        key, _ = search(b_key, reach, low, n, high, c, reach // 8)
         if key > LOWEST + 1:
             least = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
     tl.store(least_score + i_row, least)
@@ -167,7 +166,7 @@ def _put_lists(p_list, b_count, p_out, stride_k, k, capacity, LISTS: tl.constexp
     low = tl.min(b_key - 1) + 1  # without what is not there: it wraps round
     high = tl.max(b_key) + 1
     count = tl.sum(b_count)
-    low, n_low = _search(b_key, k, low, count, high, first(k, low, count, high))
+    low, n_low = search(b_key, k, low, count, high, first(k, low, count, high))
     b_in = b_key >= low
     if n_low > k:  # of those equal to the last one the lowest blocks
         b_turn = tl.where(b_key == low, -b_id, LOWEST)
@@ -175,7 +174,7 @@ def _put_lists(p_list, b_count, p_out, stride_k, k, capacity, LISTS: tl.constexp
         below = tl.min(b_turn - 1) + 1
         above = tl.max(b_turn) + 1
         left = equal - (n_low - k)
-        last, _ = _search(b_turn, left, below, equal, above, first(left, below, equal, above))
+        last, _ = search(b_turn, left, below, equal, above, first(left, below, equal, above))
         b_in = b_in & ((b_key > low) | (b_turn >= last))
     b_at = tl.cumsum(b_in.to(tl.int32), 0) - 1
     tl.store(p_out + b_at * stride_k, b_id, mask=b_in)
@@ -193,7 +192,7 @@ def _best_kernel(
 ):  # fmt: skip
     """Rows whose longest list holds more than `above` and at most EACH; above -1: also those that see at most k."""
     i_row = tl.program_id(0).to(tl.int64)
-    n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
+    n = seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     p_out = out + i_row * stride_or
     o_w = tl.arange(0, WIDE)
     if (n <= k) & (above < 0):

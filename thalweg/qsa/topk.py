@@ -32,7 +32,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from thalweg.device import arch, current
-from thalweg.qsa.rank import LOWEST, first, gumbel, order, put_best
+from thalweg.qsa.rank import LOWEST, first, gumbel, order, put_best, seen
 
 WORKSPACE = 96 << 20  # bytes; 4,096 rows of 65,536 blocks take 75 MB
 HELD = 2048  # nodes of a row that a program holds; four times k where that is more
@@ -111,16 +111,6 @@ def row_words(blocks: int, k: int, config: Config) -> int:
 
 
 @triton.jit
-def _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr):
-    n = tl.load(visible + i_row * stride_v).to(tl.int64)
-    n = tl.minimum(tl.maximum(n, 0), N).to(tl.int32)
-    if row_request is not None:
-        i_request = tl.load(row_request + i_row * stride_rr).to(tl.int64)
-        n = tl.where((i_request >= 0) & (i_request < requests), n, 0)
-    return n
-
-
-@triton.jit
 def _put_maxima(b_x, p_maxima, i_segment, segments, FAN: tl.constexpr, STORED: tl.constexpr, LEVELS: tl.constexpr,
                 SEGMENT: tl.constexpr):  # fmt: skip
     """Stores the maxima of a segment, level behind level. NaN gives way to any number in a maximum."""
@@ -142,7 +132,7 @@ def _maxima_kernel(
         gdc_launch_dependents()
     i_row = (tl.program_id(0) // segments).to(tl.int64)
     i_segment = tl.program_id(0) % segments
-    n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
+    n = seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     i_n = i_segment * SEGMENT
     if (n > k) & (i_n < n):
         p_x = scores + i_row * stride_r + (i_n + tl.arange(0, SEGMENT)) * stride_n
@@ -212,7 +202,7 @@ def _pick_kernel(
     WIDE: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
-    n = _seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
+    n = seen(visible, row_request, i_row, N, requests, stride_v, stride_rr)
     p_x = scores + i_row * stride_r
     if EARLY:
         gdc_wait()
