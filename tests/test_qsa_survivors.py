@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from thalweg.qsa import reference_ops, survivors
+from thalweg.qsa import select as select_op
 
 LISTS = gluon_emulator.load("qsa", "survivors_gluon")
 
@@ -115,3 +116,23 @@ def test_b16_b17_b18_ids_are_those_of_score_and_topk(law, capacity, again, emula
     ids, flags = select(inputs, 16, survivors.Config(3, 128, 19, 64, 2, capacity, 64, ""))
     assert torch.equal(ids, want)
     assert bool((flags > 0).any()) == again, flags
+
+
+def test_lists_are_chosen_where_they_won():
+    """By shape alone: many scores of one request, a workspace with room beside them, budgets that a program holds."""
+    for R, N, k, requests, workspace, rows in (
+        (4096, 63744, 512, 1, 288 << 20, 4096), (9000, 63744, 512, 1, 288 << 20, 4096),
+        (4096, 32768, 512, 1, 288 << 20, 4096), (2048, 63744, 512, 1, 288 << 20, 2048),
+        (4096, 16384, 512, 1, 288 << 20, 0), (1024, 63744, 512, 1, 288 << 20, 0),
+        (4096, 63744, 512, 2, 288 << 20, 0), (4096, 63744, 512, 1, 96 << 20, 0), (4096, 63744, 2048, 1, 1 << 30, 0),
+    ):  # fmt: skip
+        assert select_op.lists_rows(R, N, k, requests, 4, 128, workspace, "sm_90") == rows
+    config = survivors.choose(survivors.Shape(4096, 63744, 512, 4, 128), "sm_90")
+    assert (config.stride, config.sampled, config.reach, config.tile, config.splits) == (
+        32,
+        1992 // 64 * 64 + 64,
+        38,
+        64,
+        4,
+    )
+    assert config.capacity % 32 == 0 and 2 * config.splits * config.capacity * 8 * 4096 < 128 << 20

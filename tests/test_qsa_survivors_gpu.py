@@ -17,8 +17,7 @@ SHAPES = ({"rows": (1100,), "blocks": 20000}, {"rows": (1500,), "blocks": 63744}
 @pytest.fixture(autouse=True)
 def listed(monkeypatch):
     """Survivors are listed at these shapes too."""
-    monkeypatch.setattr(select, "LISTED_ROWS", 1024)
-    monkeypatch.setattr(select, "LISTED_BLOCKS", 16384)
+    monkeypatch.setattr(select, "LISTED_SCORES", 1024 * 16384)
 
 
 def by_lists(args):

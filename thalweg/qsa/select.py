@@ -19,10 +19,10 @@ from thalweg.qsa import score as scores
 from thalweg.qsa import topk
 
 LISTED = 4096  # rows whose survivors are listed together: a row tile has four programs, the lists take 120 MB
-LISTED_ROWS = 2048  # the fewest
-LISTED_BLOCKS = (
-    28672  # the fewest: 324 us and not 280 with 16,384 of them, 426 and not 457 with 32,768, 674 and not 803
-)
+# The fewest scores of rows listed together; us by lists and by a matrix on an H200: 4,096 rows of 24,576 blocks 370 and
+# 374, of 32,768 427 and 457, of 63,744 672 and 806; 2,048 rows 234 and 230, 361 and 404; 1,024 138 and 125, 220
+# and 203.
+LISTED_SCORES = 100_000_000
 LISTED_K = 1024  # the most: a program holds four times as many entries
 ALIGNED = 16  # scores: a row's first one, so that they are loaded and stored four at a time
 
@@ -84,11 +84,11 @@ def lists_rows(R: int, N: int, k: int, requests: int, heads: int, dim: int, work
 
     Of several requests rows see too unlike counts of blocks for programs of equal row tiles.
     """
-    if R < LISTED_ROWS or N < LISTED_BLOCKS or k > LISTED_K or requests > 1:
+    rows = min(R, LISTED)
+    if rows * N < LISTED_SCORES or k > LISTED_K or requests > 1:
         return 0
     from thalweg.qsa import survivors
 
-    rows = min(R, LISTED)
     config = survivors.choose(survivors.Shape(rows, N, k, heads, dim), device)
     taken = 4 * rows * config.row_words + survivors.rest_bytes(rows, requests, dim, config)
     return rows if 3 * taken <= 2 * workspace_bytes else 0
