@@ -69,9 +69,11 @@ def choose(shape: Shape, device: str) -> Config:
     resident = RESIDENT.get(device, 256)
     width = max(16, triton.next_power_of_2(shape.dim))
     if shape.dtype != torch.float32 and shape.rows <= FEW * shape.requests:
-        if shape.rows <= 4 or width > 128:  # one row of 32,768: 5.8 us, 6.0 with the other form; 64 rows: 139 and 136
-            span = _span(shape.blocks, triton.cdiv(4 * resident, shape.rows), 32)
-            return Config(1, 32, span, 1, 2, 4, "very few rows: small programs, many of them")
+        # One row of 32,768, us: 5.4; 32 keys and 2 warps 5.7, 1 warp 5.5; 128 keys 6.1.
+        if shape.rows <= 4 or width > 128:
+            keys, warps, stages = (64, 4, 2) if width <= 128 else (32, 2, 4)
+            span = _span(shape.blocks, triton.cdiv(4 * resident, shape.rows), keys)
+            return Config(1, keys, span, 1, warps, stages, "very few rows: small programs, many of them")
         # 16 and 64 rows of 32,768 blocks, us: 6 stages 36.5 and 133.1, 4: 36.8 and 134.4, 3: 36.8 and 135.2; spans of
         # 512: 40.3 and 135.6; 64 rows in spans of 3,648: 158.
         most, fewest = (_span(shape.blocks, triton.cdiv(n * resident, shape.rows), 64) for n in (2, 8))
