@@ -32,10 +32,11 @@ def builds(target):
         found[f"attention {name}"] = aot.Build(lambda shape=shape: launch(*shape), (), 512, spilled)
     if target == "sm_90a":
         demands = {"attention_gluon": ("cp.async.cg.shared.global", "mma.sync")}
-        most = {"attention_gluon": 168}  # three programs a multiprocessor
+        most = {"attention_gluon": 168}  # three programs a multiprocessor; Triton 3.9 places 4 words more
+        newer = {"attention_gluon": 16}
         for name in ("prefill", "prefill-784-gate"):
             build = lambda shape=WANTED[name]: launch(*shape, hopper=True)  # noqa: E731
-            found[f"attention {name} hopper"] = aot.Build(build, demands, most)
+            found[f"attention {name} hopper"] = aot.Build(build, demands, most, newer_spilled=newer)
     return found
 
 

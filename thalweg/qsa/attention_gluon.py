@@ -23,6 +23,7 @@ from thalweg.gluon import copy_async, thread_barrier
 UNIT = 64
 # Programs that run at once, how many of them may be behind when the next begin, and how often one looks (0.6 us each).
 WAVE, SLACK, TRIES = 3 * 132, 40, gl.constexpr(200)
+MOST_REGISTERS = 168  # three programs a multiprocessor
 
 
 @gluon.jit
@@ -44,10 +45,13 @@ def _wait_turn(done, WAVE: gl.constexpr, SLACK: gl.constexpr):
 
 
 @gluon.jit
-def _scores(s_q, s_k, MMA: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, BC: gl.constexpr):
+def _scores(s_q, s_k, b_q, MMA: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, BC: gl.constexpr,
+            HELD: gl.constexpr):  # fmt: skip
+    """b_q: the first columns of the queries, where lanes hold them."""
     b_s = gl.zeros([16, BN], gl.float32, MMA)
     for i_c in gl.static_range(D // BC):
-        b_q = s_q.slice(i_c * BC, BC, 1).load(gl.DotOperandLayout(0, MMA, 2))
+        if i_c > 0 or not HELD:
+            b_q = s_q.slice(i_c * BC, BC, 1).load(gl.DotOperandLayout(0, MMA, 2))
         b_k = s_k.slice(i_c * BC, BC, 1).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
         b_s = mma_v2(b_q, b_k, b_s)
     return b_s
@@ -97,6 +101,8 @@ def _kernel(
     p_q = q + i_r * stride_qr + (i_h * group + o_m) * stride_qh
     b_q = gl.load(p_q[:, None] + o_c[None, :] * stride_qd, mask=(o_m < group)[:, None], other=0.0)
     s_q = gl.allocate_shared_memory(dtype, [BM, D], SHARED, b_q)
+    # A quarter of them stays with the lanes, as much as registers hold: shared memory is read that much less.
+    b_held = s_q.slice(0, BC, 1).load(gl.DotOperandLayout(0, MMA, 2))
     b_to = ()
     for _ in gl.static_range(D // BC):
         b_to = b_to + (gl.zeros([BM, BC], gl.float32, MMA),)
@@ -106,7 +112,7 @@ def _kernel(
     for i_j in range(0, hi, BN):
         async_copy.wait_group(1)  # the keys; values may still be on their way
         thread_barrier()
-        b_s = _scores(s_q, s_k, MMA, BN, D, BC)
+        b_s = _scores(s_q, s_k, b_held, MMA, BN, D, BC, taken is None)
         thread_barrier()  # every warp is done with the keys
         _fetch(s_k, p_k, b_slot, stride_kt, o_d)
         b_s = gl.where((b_seen >= 0)[None, :], b_s * scale, float("-inf"))
@@ -177,4 +183,5 @@ def rows(heavy, row_request, positions, slots, out_gate, out, first: int, part: 
         *q.stride(), *k_cache.stride()[1:3], *v_cache.stride()[1:3], row_request.stride(0), positions.stride(0),
         *((0, 0, 0) if out_gate is None else out_gate.stride()), *out.stride(), taken, done,
         D=q.shape[2], BN=UNIT, BC=columns, ROWS=tile, WAVE=wave, SLACK=slack, num_warps=4,
+        **({"maxnreg": MOST_REGISTERS} if taken is None else {}),  # with counts besides it would spill
     )  # fmt: skip
