@@ -51,6 +51,7 @@ def call(K, V, W, H, HV, gate, state, dtype, weights, channels, B=5):
 
 HOPPER = (  # rows times heads, H, HV; K, V, gate, state, activations, weights, channel-major pool
     (12, 12, 12, 128, 128, "bounded", F32, BF16, F32, True),
+    (192, 12, 12, 128, 128, "bounded", F32, BF16, F32, True),
     (512, 12, 12, 128, 128, "bounded", F32, BF16, F32, True),
     (512, 12, 12, 128, 128, "bounded", BF16, BF16, BF16, True),
     (4096, 12, 12, 128, 128, "soft", BF16, F16, F16, False),
@@ -67,10 +68,9 @@ def hopper():
         config = decode_gluon.choose(decode_gluon.Shape(heads, V, state))
         args = call(K, V, 4, H, HV, gate, state, *rest)
         found[f"decode_gluon {heads} {H} {HV} {K} {V} {gate} {state}".replace("torch.", "")] = aot.Build(
-            lambda args=args, config=config, early=heads == 12: decode_gluon.decode(**args, config=config, early=early),
+            lambda args=args, config=config, early=K == 64: decode_gluon.decode(**args, config=config, early=early),
             (r"cp\.async\.bulk\.tensor", r"bulk\.tensor\S*global\.shared" if heads > 1100 else r"st\.global\S*v4"),
             config.max_registers,
-            newer_spilled=8 if config.max_registers == 128 else 0,  # Triton 3.9: two words over the cap
         )
     return found
 

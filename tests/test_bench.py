@@ -136,6 +136,22 @@ def test_a_peer_tunes_itself_before_it_is_judged(monkeypatch, quick):
         list(bench.Bench("solve_unit_lower", ["check-solve-dense"], "cpu", "others").rows())
 
 
+def test_every_set_has_weights_of_its_own(monkeypatch, quick):
+    """A layer's weights are cold at every step of a model: no two calls of a rotation share any tensor."""
+    sets = []
+
+    def bind(args):
+        sets.append({x.data_ptr() for x in args.values() if isinstance(x, torch.Tensor)})
+        return peers.Bound(lambda: kept.update(out=calls.OPS["kda_decode"](**args)), lambda: {**args, **kept})
+
+    kept = {}
+    peer = peers.Peer("them", "kda_decode", "torch", "decode", lambda args: None, bind)
+    monkeypatch.setattr(peers, "PEERS", (peer,))
+    (row,) = bench.Bench("kda_decode", ["check-decode"], "cpu", "them").rows()
+    timed = sets[-quick[-1][0] :]
+    assert row.ok and len(timed) > 1 and len(set().union(*timed)) == sum(map(len, timed))
+
+
 def test_peers_say_what_they_cannot_take():
     args = {op: cases.SMALL[id].make() for op, id in (("prefill", "check-prefill"), ("decode", "check-decode-soft"))}
     for peer in peers.PEERS:

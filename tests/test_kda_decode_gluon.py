@@ -10,9 +10,13 @@ pytest.importorskip("triton")
 from test_kda_decode_triton import BF16, F16, F32, ROWS, check
 
 HOPPER, GFX950 = gluon_emulator.load("kda", "decode_gluon"), gluon_emulator.load("kda", "decode_gfx950")
-CONFIGS = {"two parts": (2, 2, ""), "fewer places": (4, 3, ".cs"), "bulk stores": (4, 4, "bulk")}
+CONFIGS = {
+    "two parts": (2, 2, "", 168, True, True),
+    "fewer places": (4, 3, ".cs", 128, False, False),
+    "bulk stores": (4, 4, "bulk", 168, False, True),
+}
 FORMS = {
-    name: lambda sizes=sizes, **call: HOPPER.decode(**call, config=HOPPER.Config(*sizes, 168, ""))
+    name: lambda sizes=sizes, **call: HOPPER.decode(**call, config=HOPPER.Config(*sizes, ""))
     for name, sizes in CONFIGS.items()
 } | {"gfx950": GFX950.decode}
 

@@ -1,5 +1,6 @@
 """Gluon's names as Triton 3.6 and 3.9 have them, where they differ: kernels import them from here."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -10,4 +11,26 @@ bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 bulk_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-__all__ = ["bulk_load", "bulk_store", "copy_async", "gdc_launch_dependents", "gdc_wait", "thread_barrier"]
+
+@gluon.jit
+def zero_behind_barrier(x):
+    """0, the result of a barrier of all threads. x: int32, not negative.
+
+    What is loaded in front of it is asked for before anything waits for a value that this is added to: ptxas moves
+    loads behind such a wait, and through a plain barrier the wait to the front, but not through a barrier's result.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $1, 0; bar.red.popc.u32 $0, 0, p; }", "=r,r", [x], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+__all__ = [
+    "bulk_load",
+    "bulk_store",
+    "copy_async",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "thread_barrier",
+    "zero_behind_barrier",
+]

@@ -1,7 +1,9 @@
 """Implementations and peers on the named cases: correct first, then timed, on the same inputs.
 
 A candidate runs once on fresh inputs at full size and its results are compared with float64 (`oracle`), by the one
-tolerance rule; only then is it timed (`timing`), on as many copies of the inputs as a rotation needs. Beside them
+tolerance rule; only then is it timed (`timing`), on as many copies of the inputs as a rotation needs. Weights are
+copied too: in a model a layer finds its own out of the cache at every step. (On an H200 12 heads of `kda_decode` take
+4.1 us with weights of their own and 3.8 where all calls share them.) Beside them
 stands a floor measured in the same run: what the case's bytes take when they are only copied or, of an op that advances
 states in place, what its states take when they are only read and written through their slots (`states`, on a GPU).
 """

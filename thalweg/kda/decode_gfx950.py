@@ -93,7 +93,8 @@ def _kernel(
         )  # fmt: skip
         m_n.store(b_g2)
         thread_barrier()
-        gl.store(p_o, step.gated(b_o, b_z, b_n, m_n, norm_eps, V, ALL).to(out.dtype.element_ty))
+        b_o = b_o * step.inverse_rms(m_n, norm_eps, V, ALL) * b_n.to(gl.float32) * step.sigmoid(b_z.to(gl.float32))
+        gl.store(p_o, b_o.to(out.dtype.element_ty))
     else:
         gl.store(p_o, gl.zeros([V], out.dtype.element_ty, LV))
 

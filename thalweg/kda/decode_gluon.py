@@ -6,7 +6,8 @@ programs share a multiprocessor, and one's arithmetic hides the others' memory. 
 ordinary loads, which returns in order: a history asked for behind a state of 64 KB would wait for it. Parts lie in
 shared memory as in the pool, unswizzled, so that a copy is one run of memory (of swizzled ones, of 128-byte pieces, it
 takes 4 % more time). Heads lie along the first axis of the grid, so that programs that run at the same time read
-neighbouring memory.
+neighbouring memory. What the last norm takes of weights and gates is made while the state is on its way, a channel a
+lane, and waits in shared memory: eight values a lane made behind the last part would take as long as half a part.
 
 Beyond `decode` it wants: W = 4, last dimensions contiguous, whole heads of state 16-byte aligned.
 
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from thalweg.device import current
-from thalweg.gluon import bulk_load, bulk_store, gdc_launch_dependents, gdc_wait, thread_barrier
+from thalweg.gluon import bulk_load, bulk_store, gdc_launch_dependents, gdc_wait, thread_barrier, zero_behind_barrier
 from thalweg.kda import step_gluon as step
 
 
@@ -45,6 +46,8 @@ class Config:
     buffers: int
     store: str
     max_registers: int  # a lane, where one more costs a program its place
+    ahead: bool  # what needs no slot is asked for before the slots arrive
+    norms_first: bool  # norms of q and k are made before, not behind, the wait for the first part
     reason: str = field(compare=False)
 
     @property
@@ -58,13 +61,25 @@ def choose(shape: Shape) -> Config:
     # Three programs a multiprocessor fit in shared memory at float32 and 168 registers, four at bfloat16 and 128.
     narrow = shape.state_dtype == torch.bfloat16
     registers = 128 if narrow else 168
-    if shape.heads <= 264 or (narrow and shape.heads <= 1100):
-        why = "at most two programs a multiprocessor, or four fit: all of a state at once (bfloat16, 384: 9.2, not 9.7)"
-        return Config(parts, parts, ".cs", registers, why)
-    if shape.heads <= 1100:
-        why = "48 KB a program: four a multiprocessor, 20.1 us and not 21.5 at 512 heads, 38.4 and not 39.2 at 1,024"
-        return Config(parts, min(parts, 3), ".cs", 128, why)
-    return Config(parts, parts, "bulk", registers, "73.5 us and not 74.4 at 2,048 heads, 421.5 and not 431 at 12,288")
+    if shape.heads <= 132:
+        why = "a program a multiprocessor: what it waits for shows; 3.80 us and not 3.95 at 12 heads, with norms first"
+        return Config(parts, parts, ".cs", registers, False, True, why)
+    if shape.heads <= 264:
+        why = (
+            "two programs a multiprocessor, all of a state at once: 11.3 us and not 11.5 at 256 heads, with loads ahead"
+        )
+        return Config(parts, parts, ".cs", registers, True, True, why)
+    if narrow and shape.heads <= 1100:
+        return Config(
+            parts, parts, ".cs", registers, False, False, "four programs fit: all of a state at once, 9.2 us at 384"
+        )
+    if shape.heads <= 528 or 792 < shape.heads <= 1100:
+        why = (
+            "48 KB a program: four a multiprocessor, a wave less (512: 20.4 us and not 22.1, 1,024: 38.9 and not 39.6)"
+        )
+        return Config(parts, min(parts, 3), "", 128, False, False, why)
+    why = "three fill their waves, or waves are many (768: 29.9 us and not 30.3, 2,048: 73.5 and 74.4)"
+    return Config(parts, parts, "bulk", registers, False, False, why)
 
 
 @gluon.jit
@@ -90,7 +105,7 @@ def _kernel(
     stride_ob: gl.int64, stride_oh: gl.int64,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, GATE: gl.constexpr, DOUBLED: gl.constexpr,
     PACKED: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr,
-    EARLY: gl.constexpr, num_warps: gl.constexpr,
+    AHEAD: gl.constexpr, NORMS_FIRST: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """desc: the state pool as rows of K, in blocks of ROWS rows."""
     ROWS: gl.constexpr = V // PARTS
@@ -103,13 +118,15 @@ def _kernel(
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [num_warps, 1], [1, 0])
     LC: gl.constexpr = gl.SliceLayout(1, LT)
     GROUPS: gl.constexpr = V // step.ROW_GROUP
+    LO: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     ALL: gl.constexpr = gl.BlockedLayout([GROUPS], [32], [num_warps], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BYTES: gl.constexpr = ROWS * K * (state.dtype.element_ty.primitive_bitwidth // 8)
     RATE: gl.constexpr = A_log is not None
     i_b = gl.program_id(1).to(gl.int64)
     i_q = gl.program_id(0)
-    read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
+    if not AHEAD:
+        read, write, live = step.row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot)
     # Objects of their own: the compiler puts a barrier of all threads between uses of parts of one.
     m_s, m_b = (), ()
     for _ in gl.static_range(BUFFERS):
@@ -122,26 +139,36 @@ def _kernel(
     if GROUP == 1:  # now, and not when it is known whether the row is live: loads would wait for that
         for part in gl.static_range(PARTS):
             mbarrier.expect(m_b[part], BYTES)
+    if AHEAD:
+        s_read = gl.load(read_slots + i_b * stride_read)
+        s_write = gl.load(write_slots + i_b * stride_write)
     m_y = gl.allocate_shared_memory(gl.float32, [C], PLAIN)
     m_n = gl.allocate_shared_memory(gl.float32, [GROUPS], PLAIN)
+    m_w = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
+    m_z = gl.allocate_shared_memory(gl.float32, [V], PLAIN)
+    o_o = gl.arange(0, V, layout=LO)
     o_v = gl.arange(0, ROWS, layout=LV)
     o_s = o_v[:, None] * K + gl.arange(0, K, layout=LK)[None, :]
     for j in range(GROUP):
         i_h = i_q * GROUP + j
-        p_z = out_gate + i_b * stride_zb + i_h * stride_zh + o_v
-        b_z, b_n = (), ()
-        for part in gl.static_range(PARTS):
-            b_n = b_n + (gl.load(norm_weight + part * ROWS + o_v),)
+        p_z = out_gate + i_b * stride_zb + i_h * stride_zh + o_o
+        b_n = gl.load(norm_weight + o_o)
         if not EARLY:
             b_x, b_g, beta = step.token(
                 qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
                 stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
             )  # fmt: skip
-            for part in gl.static_range(PARTS):
-                b_z = b_z + (gl.load(p_z + part * ROWS),)
+            b_z = gl.load(p_z)
         b_w, b_cb, b_db, rate = step.weights(
             conv_weight, conv_bias, A_log, dt_bias, i_q, i_h, H, stride_wc, stride_dh, K, V, C, PACKED, LC, LT
         )  # fmt: skip
+        if AHEAD:  # all that needs no slot has been asked for before anything waits for the slots
+            zero = zero_behind_barrier(i_q)
+            read = s_read + zero
+            write = s_write + zero
+            live = step.good(read, slots, null_slot) & step.good(write, slots, null_slot)
+            read = read.to(gl.int64)
+            write = write.to(gl.int64)
         b_h = step.history(conv_state, read, i_q, i_h, H, live, stride_cs, stride_cc, stride_ct, K, V, C, LC, LT)
         row = (read * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
         if GROUP > 1:
@@ -156,8 +183,7 @@ def _kernel(
                 qkv, g_raw, beta_logits, i_b, i_q, i_h, H,
                 stride_xb, stride_gb, stride_gh, stride_bb, stride_bh, K, V, C, LC,
             )  # fmt: skip
-            for part in gl.static_range(PARTS):
-                b_z = b_z + (gl.load(p_z + part * ROWS),)
+            b_z = gl.load(p_z)
         p_o = out + i_b * stride_ob + i_h * stride_oh + o_v
         if live:
             step.roll(
@@ -165,6 +191,9 @@ def _kernel(
                 K, V, C, LC, LT,
             )  # fmt: skip
             m_y.store(step.mixed(b_x, b_h, b_w, b_cb, b_g, b_db, rate, lower_bound, RATE, GATE, K, C, LC, LT))
+            # Now, while the state is on its way, and by one lane each: the last part's norm waits for nothing else.
+            m_w.store(b_n.to(gl.float32))
+            m_z.store(step.sigmoid(b_z.to(gl.float32)))
             thread_barrier()
             b_q, b_k, b_a, rq, rk, kq = step.vectors(m_y, scale, K, LK)
             b_beta = step.write_strength(beta, DOUBLED)
@@ -172,7 +201,10 @@ def _kernel(
             p_s = state + write * stride_s + i_h * stride_sh + o_s
             new = (write * (stride_s // K) + i_h * (stride_sh // K)).to(gl.int32)
             for part in gl.static_range(PARTS):
-                mbarrier.wait(m_b[part], j % 2)
+                if NORMS_FIRST and part == 0:  # + 0, which the compiler cannot know: norms and beta before the wait
+                    mbarrier.wait(m_b[part], j % 2 + (rk + kq * kq + b_beta < 0.0).to(gl.int32))
+                else:
+                    mbarrier.wait(m_b[part], j % 2)
                 b_s = m_s[part % BUFFERS].load(LS)
                 if part + BUFFERS < PARTS:
                     thread_barrier()  # all of it has been read: another part may come
@@ -190,8 +222,10 @@ def _kernel(
                 b_o, b_sums = b_o + (b_r,), b_sums + (b_sum,)
             m_n.store(_in_rows_order(b_sums, GROUPS))
             thread_barrier()
+            inverse = step.inverse_rms(m_n, norm_eps, V, ALL)
             for part in gl.static_range(PARTS):
-                b_r = step.gated(b_o[part], b_z[part], b_n[part], m_n, norm_eps, V, ALL)
+                b_r = b_o[part] * inverse * m_w.slice(part * ROWS, ROWS).load(LV)
+                b_r *= m_z.slice(part * ROWS, ROWS).load(LV)
                 gl.store(p_o + part * ROWS, b_r.to(out.dtype.element_ty))
             if STORE == "bulk":
                 tma.store_wait(0)  # memory of a program that ends belongs to another
@@ -221,6 +255,6 @@ def decode(*, config: Config | None = None, **call) -> None:
     options = config.options | ({"launch_pdl": True} if early else {})
     with current(state.device):
         kernel[(HV // constants["GROUP"], B)](
-            *positional, **constants, PARTS=config.parts, BUFFERS=config.buffers, STORE=config.store, EARLY=early,
-            **options,
+            *positional, **constants, PARTS=config.parts, BUFFERS=config.buffers, STORE=config.store,
+            AHEAD=config.ahead, NORMS_FIRST=config.norms_first, EARLY=early, **options,
         )  # fmt: skip

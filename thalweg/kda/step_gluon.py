@@ -110,12 +110,16 @@ def _decay(b_g):
 
 
 @gluon.jit
+def good(slot, slots, null_slot):
+    return (slot >= 0) & (slot < slots) & (slot != null_slot)
+
+
+@gluon.jit
 def row_slots(read_slots, write_slots, i_b, stride_read, stride_write, slots, null_slot):
     """A row's slots, and whether it is live."""
     read = gl.load(read_slots + i_b * stride_read).to(gl.int64)
     write = gl.load(write_slots + i_b * stride_write).to(gl.int64)
-    live = (read >= 0) & (read < slots) & (read != null_slot)
-    return read, write, live & (write >= 0) & (write < slots) & (write != null_slot)
+    return read, write, good(read, slots, null_slot) & good(write, slots, null_slot)
 
 
 @gluon.jit
@@ -239,16 +243,16 @@ def advance(b_s, b_q, b_k, b_a, rq, rk, kq, beta, b_v, ROWS: gl.constexpr):
     """
     b_s = b_s.to(gl.float32) * b_a[None, :]
     b_d = beta * (b_v - rk * gl.sum(b_s * b_k[None, :], 1))
-    b_o = rq * gl.sum(b_s * b_q[None, :], 1) + b_d * kq
+    # Of two products in a sum the compiler fuses either, and not the same one in every configuration.
+    b_o = gl.fma(rq, gl.sum(b_s * b_q[None, :], 1), b_d * kq)
     b_s = b_s + (b_d * rk)[:, None] * b_k[None, :]
     return b_s, b_o, gl.sum(gl.reshape(b_o * b_o, [ROWS // ROW_GROUP, ROW_GROUP]), 1)
 
 
 @gluon.jit
-def gated(b_o, b_z, b_n, m_n, norm_eps, V: gl.constexpr, ALL: gl.constexpr):
-    """The gated norm of rows of o, when the sums of squares of all of it lie in shared memory."""
-    inverse = gl.rsqrt(gl.sum(m_n.load(ALL), 0) * (1.0 / V) + norm_eps)
-    return b_o * inverse * b_n.to(gl.float32) * sigmoid(b_z.to(gl.float32))
+def inverse_rms(m_n, norm_eps, V: gl.constexpr, ALL: gl.constexpr):
+    """What o is normalised by, when the sums of squares of all of it lie in shared memory."""
+    return gl.rsqrt(gl.sum(m_n.load(ALL), 0) * (1.0 / V) + norm_eps)
 
 
 def pool_rows(state: torch.Tensor) -> int:
