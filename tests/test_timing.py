@@ -1,5 +1,7 @@
 """The timing protocol: what can be decided, counted and summed up without a GPU, and a CPU run of the whole."""
 
+import time
+
 import pytest
 import torch
 
@@ -30,6 +32,12 @@ def test_the_caller_may_insist_on_a_method():
     assert timing.plan(3.0, "cuda", graph=False).method == "events"
     assert timing.plan(1e6, "cuda", graph=True).method == "graph"
     assert timing.plan(3.0, "cpu", graph=True).method == "wall"
+
+
+def test_a_long_call_whose_launches_are_most_of_it_goes_into_a_graph():
+    assert timing.plan(4_000.0, "cuda", calls=2, launch_us=900.0).method == "events"
+    assert timing.plan(4_000.0, "cuda", calls=2, launch_us=3_900.0).method == "graph"  # the host's 4 ms, not the GPU's
+    assert timing.plan(4_000.0, "cuda", graph=False, calls=2, launch_us=3_900.0).method == "events"
 
 
 def test_median_and_extremes_are_of_one_call():
@@ -81,3 +89,17 @@ def test_a_copy_is_not_faster_than_memory_and_scales(graph):
     assert x[0].numel() * 4 / (result.us * 1e-6) < 8e12
     small, large = timing.floor_copy(2**20), timing.floor_copy(2**28)
     assert small.us_min > 0.2 and large.us > 10 * small.us
+
+
+@pytest.mark.gpu
+def test_a_call_that_a_slow_host_makes_long_is_timed_in_a_graph():
+    x = torch.zeros(2**20, device="cuda")
+
+    def call():
+        end = time.perf_counter() + 1.5e-3
+        while time.perf_counter() < end:
+            pass
+        x.neg_()
+
+    result = timing.timed([call, call])
+    assert result.method == "graph" and result.us < 200.0
