@@ -40,16 +40,20 @@ def _hidden(b_s, s_rows, i_tile, there, PAST: gl.constexpr, ACC: gl.constexpr):
 @gluon.jit
 def put_maxima(maxima, s_o, s_rows, i_t, i_tile, owner, R, stride_m, above, BM: gl.constexpr):
     """The best of each 16 and of all 64 scores of a tile, in the rows that belong to `owner`."""
-    ROW: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])  # half a row a lane
-    BEST: gl.constexpr = gl.BlockedLayout([1, 2], [16, 2], [4, 1], [1, 0])
-    b_16 = gl.convert_layout(gl.max(gl.reshape(s_o.load(ROW), [BM, 4, 16]), 2), BEST)
-    o_m = here(gl.arange(0, BM, gl.SliceLayout(1, BEST)))
-    m = (i_t * BM + o_m < R) & (s_rows.index(0).load(gl.SliceLayout(1, BEST)) == owner)
-    p = maxima + (i_t.to(gl.int64) * BM * stride_m + i_tile * 4)
-    o_16 = gl.expand_dims(o_m * stride_m, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, BEST)), 0)
-    gl.store(p + o_16, b_16, mask=gl.expand_dims(m, 1))
+    ROWS: gl.constexpr = 32 if BM > 32 else BM  # at once: what a lane holds counts while products are in flight
+    ROW: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])  # 16 scores of a row a lane
+    BEST: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 16], [8, 4, 1], [4, 1, 1], [2, 1, 0]))
     above = here(above)
-    gl.store(p + (o_m * stride_m + (above - 3 * i_tile)), gl.max(b_16, 1), mask=m & (above > 0))
+    for i in gl.static_range(BM // ROWS):
+        b_s = gl.reshape(s_o.slice(i * ROWS, ROWS).load(ROW), [ROWS, 4, 16])
+        b_16 = gl.convert_layout(gl.max(b_s, 2), BEST)
+        o_m = here(i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BEST)))
+        m = s_rows.index(0).slice(i * ROWS, ROWS).load(gl.SliceLayout(1, BEST)) == owner
+        m = m & (i_t * BM + o_m < R)
+        p = maxima + (i_t.to(gl.int64) * BM * stride_m + i_tile * 4)
+        o_16 = gl.expand_dims(o_m * stride_m, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, BEST)), 0)
+        gl.store(p + o_16, b_16, mask=gl.expand_dims(m, 1))
+        gl.store(p + (o_m * stride_m + (above - 3 * i_tile)), gl.max(b_16, 1), mask=m & (above > 0))
 
 
 @gluon.jit

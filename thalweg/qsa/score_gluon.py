@@ -40,8 +40,9 @@ from thalweg.qsa.share_gluon import end, owned, part_of, piece
 QUERY_BYTES = 1 << 16  # of a half's queries: with 48 KiB of keys and as much of scores a program fills a multiprocessor
 RESIDENT = 132  # programs that run at once on an H200
 STAGES = 3  # of keys
-WORKING = gl.constexpr(224)  # registers a lane of the warps that score
-COPYING = gl.constexpr(56)  # of those that copy and fill: at 40 they spill what they look up
+# Registers a lane of the warps that score, and of those that copy and fill: at 40 these spill what they look up. Scores
+# alone, without -inf and without maxima, take eight more there and eight less here, or 16 bytes are spilled.
+WORKING, COPYING = 224, 56
 DIMS = (64, 128)
 MOST_BLOCKS = 2**20 - 64  # places on the lines fit 32 bits
 
@@ -64,7 +65,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        registers = (2 * WORKING.value + COPYING.value) // 3  # a lane, on average over three groups of four warps
+        registers = (2 * WORKING + COPYING) // 3  # a lane, on average over three groups of four warps
         return {"num_warps": self.num_warps, "maxnreg": registers}
 
 
@@ -262,7 +263,7 @@ def _kernel(
     stride_tr: gl.int64, stride_tp: gl.int64, stride_rr: gl.int64, stride_v: gl.int64, stride_or, stride_on,
     maxima, stride_m, above,
     HEADS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr, FILL: gl.constexpr, BULK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, WORKING: gl.constexpr, COPYING: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -374,11 +375,13 @@ def score(
     q_tiles = _tiles(index_q, (R, (heads - 1) * index_q.stride(1) + D), q_pitch, (BM, D))
     key_tiles = _tiles(block_keys, ((pages - 1) * pitch + page, D), k_row, (keys, D))
     tiles = _tiles(out, (R, N), o_row if bulk else -(-N // 4) * 4, (BM, keys))
+    less = 0 if fill or maxima is not None else 8
     with current(index_q.device):
         kernel[(config.programs,)](
             q_tiles, key_tiles, tiles if bulk else q_tiles, page_table, row_request, visible, out, R, N,
             config.programs, requests, min(N, columns * page), least, pages, pitch, index_q.stride(1),
             *page_table.stride(), row_request.stride(0), visible.stride(0), o_row, o_column,
             maxima, 0 if maxima is None else maxima.stride(0), above,
-            HEADS=heads, D=D, BM=BM, PAGE=page, FILL=fill, BULK=bulk, STAGES=STAGES, **config.options,
+            HEADS=heads, D=D, BM=BM, PAGE=page, FILL=fill, BULK=bulk, STAGES=STAGES,
+            WORKING=WORKING - less, COPYING=COPYING + 2 * less, **config.options,
         )  # fmt: skip
