@@ -34,11 +34,11 @@ def builds(target):
         demands = TENSOR_CORES[target] if shape[-1] != torch.float32 and shape[0] > 64 else ()
         spilled = SPILLED.get(name, 0)
         found[f"score {name}"] = aot.Build(lambda shape=shape: launch(score.score, *shape), demands, 512, spilled, 512)
-    if target == "sm_90a":  # 168 registers a lane, on average over the warps that score and those that copy
+    if target == "sm_90a":  # 255 registers leave room for two programs a multiprocessor
         demands = ("wgmma.mma_async.*m64n64k16", r"cp.async.bulk.tensor.2d.shared", r"cp.async.bulk.tensor.2d.global")
         for name in ("prefill",):  # 3.9 spills before the loop too
             found[f"score_gluon {name}"] = aot.Build(
-                lambda name=name: launch(score_gluon.score, *WANTED[name]), demands, 168, 0, 512
+                lambda name=name: launch(score_gluon.score, *WANTED[name]), demands, 255, 0, 512
             )
     return found
 

@@ -2,23 +2,21 @@
 
 `load("kda", "decode_gluon")` gives that module of `thalweg` with kernels of the same Python text and a stand-in for the
 language: layouts mean nothing, tensors are torch's, shared memory is a NaN-filled tensor, bulk copies and products are
-done when they are started, a pointer knows its storage and refuses to leave it. Specialized warps take turns: one set
-works until it waits for a barrier; that all of them wait is an error. So indices, masks, formulas and the phases of
-those barriers are checked; layouts, races and the order of sums are not.
+done when they are started, a pointer knows its storage and refuses to leave it. So indices, masks and formulas are
+checked; layouts, barriers, races and the order of sums are not.
 """
 
 import contextlib
 import importlib.util
 import inspect
 import sys
-import threading
 import types
 from pathlib import Path
 
 import torch
 
 PACKAGE = Path(__file__).parents[1] / "thalweg"
-PARTS = {"kda": ("step_gluon",), "qsa": ("heads_gluon", "share_gluon", "put_gluon")}  # parts of kernels, in order
+PARTS = {"kda": ("step_gluon",), "qsa": ("heads_gluon", "share_gluon")}  # that kernels are made of, in order
 
 
 class DType:
@@ -153,72 +151,9 @@ class Descriptor:
         return self.base + (o[0][:, None] * self.strides[0] + o[1][None, :]), m[0][:, None] & m[1][None, :]
 
 
-class Barriers:
-    """mbarriers, by their place in shared memory; sets of specialized warps, of which one works at a time."""
-
-    def __init__(self):
-        self.states, self.turn, self.sets, self.waiting, self.error = {}, threading.Condition(), 0, 0, None
-
-    def init(self, barrier, count):
-        self.states[barrier.data.data_ptr()] = types.SimpleNamespace(count=count, left=count, bytes=0, phase=0)
-
-    def invalidate(self, barrier):
-        del self.states[barrier.data.data_ptr()]
-
-    def arrive(self, barrier, count=1, pred=True, bytes=0):
-        state = self.states.get(barrier.data.data_ptr())
-        if state is None or not pred:
-            return
-        state.left, state.bytes = state.left - count, state.bytes + bytes
-        assert state.left >= 0 or not self.sets, "more arrivals than a phase has"
-        if state.left <= 0 and state.bytes <= 0:
-            state.left, state.bytes, state.phase = state.count, 0, state.phase ^ 1
-            self.waiting = 0  # all of them look again
-            self.turn.notify_all() if self.sets else None
-
-    def expect(self, barrier, bytes, pred=True):
-        self.arrive(barrier, 1, pred, bytes)
-
-    def wait(self, barrier, phase, pred=True):
-        state = self.states.get(barrier.data.data_ptr())
-        while self.sets and pred and state.phase == int(phase):
-            self.waiting += 1
-            if self.waiting == self.sets:
-                self.error = self.error or AssertionError("all warps wait")
-                self.turn.notify_all()
-            if self.error is None:
-                self.turn.wait()
-            if self.error is not None:
-                raise self.error
-
-    def specialize(self, functions, warps, registers):
-        def work(function, args):
-            with self.turn:
-                try:
-                    if self.error is None:
-                        function(*args)
-                except BaseException as error:
-                    self.error = self.error or error
-                self.sets, self.waiting = self.sets - 1, 0  # the others look again, and find out if all of them wait
-                self.turn.notify_all()
-
-        threads = [threading.Thread(target=work, args=each) for each in functions]
-        self.sets, self.waiting, self.error = len(threads), 0, None
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.error is not None:
-            raise self.error
-
-
-BARRIERS = Barriers()
-
-
 def _bulk_load(desc, where, barrier, shared, pred=True):
     if pred:
         shared.store(_load(*desc.box(where)))
-        BARRIERS.arrive(barrier, 0, bytes=-shared.data.numel() * shared.data.element_size())
 
 
 def _bulk_store(desc, where, shared):
@@ -289,7 +224,6 @@ def _language():
         join=lambda x, y: torch.stack((x, y), -1),
         permute=lambda x, order: x.permute(order),
         static_range=range,
-        warp_specialize=BARRIERS.specialize,
     )
 
 
@@ -343,9 +277,9 @@ def _copy_async(shared, p, mask=None):
 def load(family: str, name: str) -> types.ModuleType:
     """The file `name` of a family with the stand-in, as a module of its own."""
     gluon, root = _module("gluon", jit=_jit, constexpr_function=lambda fn: fn, language=LANGUAGE), "triton.experimental"
-    BARRIERS.MBarrierLayout = _nothing
+    mbarrier = dict.fromkeys(("init", "expect", "wait", "arrive", "invalidate", "MBarrierLayout"), _nothing)
     hopper = {
-        "mbarrier": BARRIERS,
+        "mbarrier": types.SimpleNamespace(**mbarrier),
         "fence_async_shared": _nothing,
         "tma": types.SimpleNamespace(store_wait=_nothing),
         "warpgroup_mma": _product,

@@ -152,17 +152,3 @@ def test_maxima_of_16_and_of_64_blocks(pack):
                 check(got[at : at + len(best)], torch.stack(best))
         assert seen > 20 or (got == -7.0).all()
     assert not out.isneginf().all()
-
-
-def test_the_emulator_notices_warps_that_all_wait():
-    """One set waits for a barrier that the other one never completes: two arrivals are wanted, one comes."""
-    barriers = gluon_emulator.BARRIERS
-    bar = gluon_emulator.Shared(torch.zeros(1))
-    for count in (1, 2):
-        barriers.init(bar, count)
-        sets = [(barriers.wait, (bar, 0)), (barriers.arrive, (bar,))]
-        if count == 1:
-            barriers.specialize(sets, [1], [24])
-        else:
-            with pytest.raises(AssertionError, match="all warps wait"):
-                barriers.specialize(sets, [1], [24])

@@ -82,7 +82,7 @@ def allowed(module: str) -> set[str]:
             return shared | {f"{family}.reference"}
         # What every stage may use: device functions, where exponents start, how memory is shared out.
         names = ("anchor", "chunks", "gate", "products", "slots", "substitution", "halving", "workspace", "step_gluon")
-        names += ("gather", "heads_gluon", "share_gluon", "put_gluon", "rank")
+        names += ("gather", "heads_gluon", "share_gluon", "rank")
         names += PAGES.get(module.split(".")[-1], ())
         pieces = {f"{family}.{name}" for name in names} - {module}
         # A stage: no other stage, not the reference.
