@@ -66,10 +66,11 @@ def _expect_append(
     if ring_positions is not None:
         _expect_pool(op, "ring_positions", ring_positions, shape, INDEX, device, "[requests, Rn, 3]")
     expect(op, "out", out, (T, width // Di - 1, Di), (block_keys.dtype,), device, names="[T, Hi, Di]", optional=True)
-    call = dict(locals())
-    for written in ("out", "raw_ring", "block_keys", "ring_positions"):
-        if contract.given(call[written]):
-            contract.expect_apart(op, call, written)
+    if contract.given(raw_ring):
+        call = dict(locals())
+        for written in ("out", "raw_ring", "block_keys", "ring_positions"):
+            if call[written] is not None:
+                contract.expect_apart(op, call, written)
 
 
 def _expect_scored(op, index_q, block_keys, page_table, row_request, visible) -> None:
