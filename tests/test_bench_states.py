@@ -22,15 +22,16 @@ def test_states_are_halved_into_their_write_slots(dtype):
     assert torch.equal(pool, wanted)
 
 
-def test_the_floor_takes_the_sets_that_the_op_takes(monkeypatch):
-    """Each set's own pool, once, through its slots, and nothing else of it."""
-    sets = [{"state": torch.ones(9, 2, 16, 32), "read_slots": torch.tensor([n, 7]), "write_slots": torch.tensor([n, 8]),
-             "v": None} for n in range(4)]  # fmt: skip
+def test_every_call_of_the_floor_has_slots_of_its_own(monkeypatch):
+    """Together they are the whole rotation, each once, and a call moves the states of its rows."""
+    seen = []
+    monkeypatch.setattr(states, "halve", lambda pool, read, write: seen.append((pool.shape, read.tolist())))
+    monkeypatch.setattr(timing, "ROTATED", 2**16)
     monkeypatch.setattr(timing, "timed", lambda calls, device: [call() for call in calls])
-    states.floor(sets)
-    for n, one in enumerate(sets):
-        halved = (one["state"] == 0.5).all((1, 2, 3))
-        assert halved.nonzero().flatten().tolist() == [n, 8]
+    states.floor(torch.zeros(9, 2, 16, 32), 2)
+    calls = timing.sets_needed(2 * 2 * 2 * 16 * 32 * 4)
+    assert {shape for shape, _ in seen} == {(2 * calls, 2, 16, 32)} and len(seen) == calls > 2
+    assert sorted(slot for _, slots in seen for slot in slots) == list(range(2 * calls))
 
 
 @pytest.mark.gpu
