@@ -86,13 +86,16 @@ def emulated(monkeypatch):
     monkeypatch.setattr(survivors, "survivors_gluon", LISTS)
 
 
-def select(inputs, k, config):
-    """By lists; the exact way, where rows ask for it, is the definition. Ids, and what rows that asked see."""
+def select(inputs, k, config, left=0):
+    """By lists; the exact way, where rows ask for it, is the definition. Ids, and what rows that asked see.
+
+    left: a word that memory held before.
+    """
     R, requests = len(inputs[0]), len(inputs[2])
     out = torch.full((R, k), -7, dtype=torch.int32)
-    memory = torch.zeros(R * config.row_words, dtype=torch.int32)
+    memory = torch.full((R * config.row_words,), left, dtype=torch.int32)
     words = survivors.rest_bytes(R, requests, inputs[0].shape[2], config) // 4
-    rest = torch.zeros(words, dtype=torch.int32)
+    rest = torch.full((words,), left, dtype=torch.int32)
 
     def again(flags):
         rest.fill_(-1)  # the sample is no longer needed
@@ -116,6 +119,39 @@ def test_b16_b17_b18_ids_are_those_of_score_and_topk(law, capacity, again, emula
     ids, flags = select(inputs, 16, survivors.Config(3, 128, 19, 64, 2, capacity, 64, ""))
     assert torch.equal(ids, want)
     assert bool((flags > 0).any()) == again, flags
+
+
+SEEN = [300, 10**9, 300, 130, 16, 0, 10**9, 17, 299, 150]
+
+
+@pytest.mark.parametrize("owner, seen", [(FEW[0], SEEN), ([-1, 7, 0] + 7 * [-1], SEEN), (10 * [0], [299] + 9 * [300])])
+def test_threshold_is_of_scores_that_were_written(owner, seen, emulated, monkeypatch):
+    """Whatever memory held: a threshold reads what the scorer of the sample wrote, and nothing else.
+
+    Rows of no request see as much as the others; rows that see all, few, nothing; rows whose tile is stored in bulk.
+    """
+    inputs = call(owner, seen, holes={(0, 1)})
+    word, written, found = 0, [], []
+    threshold = survivors.threshold_kernel
+
+    class Threshold:
+        def __getitem__(self, grid):
+            def run(scores, seen, least_score, *args, **options):
+                there = scores.view(torch.int32) != word
+                written.append((there | (torch.arange(scores.shape[1]) >= seen[:, None])).all().item())
+                threshold[grid](scores, seen, least_score, *args, **options)
+                found.append(least_score.clone())
+
+            return run
+
+    monkeypatch.setattr(survivors, "threshold_kernel", Threshold())
+    want = torch.empty(len(inputs[0]), 16, dtype=torch.int32)
+    reference_ops.select(*inputs, want, 16, 1 << 20)
+    for word in (0x7FC0BEEF, 0x7F000001, -0x00FFFFFF):  # NaN; 1.7e38; -1.7e38
+        ids, _ = select(inputs, 16, survivors.Config(3, 128, 19, 64, 2, 96, 64, ""), word)
+        assert written.pop() and torch.equal(ids, want)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not found[0].isinf().all()
 
 
 def test_lists_are_chosen_where_they_won():

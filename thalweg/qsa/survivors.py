@@ -108,7 +108,9 @@ def _sample_kernel(
         o_r = (i_p - requests * tiles) * BLOCK + tl.arange(0, BLOCK)
         b_n = tl.load(visible + o_r.to(tl.int64) * stride_v, mask=o_r < R, other=0).to(tl.int64)
         b_n = tl.minimum(tl.maximum(b_n, 0), most).to(tl.int32)
-        tl.store(sampled_seen + o_r, tl.where(b_n > k, b_n // stride, 0), mask=o_r < R)
+        b_request = tl.load(row_request + o_r.to(tl.int64) * stride_rr, mask=o_r < R, other=-1)
+        m = (b_request >= 0) & (b_request < requests) & (b_n > k)  # nobody writes the scores of a row of no request
+        tl.store(sampled_seen + o_r, tl.where(m, b_n // stride, 0), mask=o_r < R)
 
 
 def _threshold_kernel(scores, sampled_seen, least_score, stride_s: tl.int64, reach, SIZE: tl.constexpr):
