@@ -24,8 +24,8 @@ import torch
 
 ROTATED = 320 * 2**20  # bytes of all sets together: more than five times an H200's L2
 MOST_SETS = 1024  # of tiny calls; a graph with more nodes takes long to make and shows nothing new
-LONG_US = 1_000.0  # a call this long is timed without a graph: its launch hides behind the one before
-HIDDEN = 0.7  # of a round: launches that take longer are not hidden, whatever else the host was busy with
+LONG_US = 1_000.0  # a call this long is timed without a graph, if launching hides behind the call before
+HIDDEN = 0.7  # of a round: what the host takes to launch it and no more than that hides
 GRAPH_US = 2_000.0  # a graph is at least this long, so that starting it is no part of the time
 SAMPLES = (9, 50)  # fewest and most
 BUDGET_US = 1_000_000.0  # what the samples may take together, beyond the fewest
