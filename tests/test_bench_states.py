@@ -22,16 +22,16 @@ def test_states_are_halved_into_their_write_slots(dtype):
     assert torch.equal(pool, wanted)
 
 
-def test_every_call_of_the_floor_has_slots_of_its_own(monkeypatch):
-    """Together they are the whole rotation, each once, and a call moves the states of its rows."""
-    seen = []
-    monkeypatch.setattr(states, "halve", lambda pool, read, write: seen.append((pool.shape, read.tolist())))
-    monkeypatch.setattr(timing, "ROTATED", 2**16)
+@pytest.mark.parametrize("apart", (True, False))
+def test_the_floor_takes_the_sets_that_the_op_takes(monkeypatch, apart):
+    """Each set's own pool, once, through its slots (a case may have one list for both), and nothing else of it."""
+    sets = [{"state": torch.ones(9, 2, 16, 32), "read_slots": torch.tensor([n, 7 + (not apart)]), "v": None}
+            | ({"write_slots": torch.tensor([n, 8])} if apart else {}) for n in range(4)]  # fmt: skip
     monkeypatch.setattr(timing, "timed", lambda calls, device: [call() for call in calls])
-    states.floor(torch.zeros(9, 2, 16, 32), 2)
-    calls = timing.sets_needed(2 * 2 * 2 * 16 * 32 * 4)
-    assert {shape for shape, _ in seen} == {(2 * calls, 2, 16, 32)} and len(seen) == calls > 2
-    assert sorted(slot for _, slots in seen for slot in slots) == list(range(2 * calls))
+    states.floor(sets)
+    for n, one in enumerate(sets):
+        halved = (one["state"] == 0.5).all((1, 2, 3))
+        assert halved.nonzero().flatten().tolist() == [n, 8]
 
 
 @pytest.mark.gpu

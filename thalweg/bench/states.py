@@ -3,13 +3,15 @@
     state[write_slots[b], h] = state[read_slots[b], h] / 2      a program a row and head, as a fused decode step has
 
 This is the kernel that targets for decode are multiples of. It keeps the shape of the work (slots, then 64 KB, then a
-store) where an addition to one flat tensor would not: at 12 states an H200 takes 2.1 us for that and 3.4 for this, of
+store) where an addition to one flat tensor would not: at 12 states an H200 takes 2.1 us for that and 3.6 for this, of
 which a chain of two loads is most. Eight warps and plain stores; sixteen and `.cs` stores would take 3.0, and 1 to 2 %
 less than these from 200 states on.
 
     state [slots, HV, V, K]     float32 or bfloat16, mutated; whole heads contiguous, V K a power of two
     read_slots, write_slots [B] int32 or int64; a row with a slot outside the pool is left alone
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -42,13 +44,10 @@ def halve(state: torch.Tensor, read_slots: torch.Tensor, write_slots: torch.Tens
         )
 
 
-def floor(state: torch.Tensor, rows: int) -> timing.Timing:
-    """Times the states of `rows` rows of a pool shaped like `state`, as a case of that many rows is timed.
-
-    Every call has slots of its own in one pool, together larger than the cache.
+def floor(sets: Sequence[Mapping[str, torch.Tensor]]) -> timing.Timing:
+    """Times the states of a rotation: `sets` are the arguments of its calls, each with a pool of its own, as the op is
+    timed on them. What pools apart cost is the floor's as it is the op's: an H200 takes 3.4 us for 12 states of one
+    pool in turn, 3.6 where every set has its own.
     """
-    _, HV, V, K = state.shape
-    calls = timing.sets_needed(2 * rows * HV * V * K * state.element_size())
-    pool = torch.zeros((calls * rows, HV, V, K), dtype=state.dtype, device=state.device)
-    slots = torch.arange(calls * rows, dtype=torch.int32, device=state.device).view(calls, rows)
-    return timing.timed([lambda own=own: halve(pool, own, own) for own in slots], state.device)
+    calls = [(one["state"], one["read_slots"], one.get("write_slots", one["read_slots"])) for one in sets]
+    return timing.timed([lambda call=call: halve(*call) for call in calls], calls[0][0].device)
