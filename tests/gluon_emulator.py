@@ -266,6 +266,7 @@ def _read(family: str, name: str) -> types.ModuleType:
 
 
 def _product(a, b, acc, use_acc=True, is_async=False):
+    a = a.data if isinstance(a, Shared) else a
     return a.float() @ b.data.float() + (acc if use_acc else 0)
 
 

@@ -293,6 +293,7 @@ def _small_commit(s: Source) -> dict:
 
 SMALL_ROWS = Rows((70, 9, 202), 5, page=3, kv_page=7)
 SMALL_INDEX = {"heads": 4, "dim": 32}
+SMALL_MANY = {"r": Rows((205, 150), 100, kv_page=7), "k": 24, "dim": 64}  # 400 programs: more than run at once
 
 
 def _small_append(s: Source, axes: bool = False) -> dict:
@@ -328,19 +329,19 @@ def _small_topk(s: Source) -> dict:
     return {"scores": scores.masked_fill(hidden, torch.inf), "visible": visible, "k": 16}
 
 
-def _small_attend(s: Source, fp8: bool = False) -> dict:
+def _small_attend(s: Source, fp8: bool = False, r: Rows = SMALL_ROWS, k: int = 8, dim: int = 32) -> dict:
     """A spare page and page tails of NaN, a page hole, a padding row; positions with and without an open tail."""
-    args = inputs.attend(s, SMALL_ROWS, k=8, heads=4, kv_heads=2, dim=32)
-    cache = s.full(NAN, len(args["k_cache"]) + 1, 7, 2, 2, 32)
+    args = inputs.attend(s, r, k=k, heads=4, kv_heads=2, dim=dim)
+    cache = s.full(NAN, len(args["k_cache"]) + 1, 7, 2, 2, dim)
     cache[:-1, :, :, 0], cache[:-1, :, :, 1] = args["k_cache"], args["v_cache"]
-    for request, context in enumerate(SMALL_ROWS.contexts):
+    for request, context in enumerate(r.contexts):
         tail = args["page_table"][request, context // 7 :][: 1 if context % 7 else 0].long()
         cache[tail, context % 7 :] = NAN
-    args["page_table"][2, 4], args["positions"][3], args["q"][3] = -1, -1, NAN
+    args["page_table"][-1, 4], args["positions"][3], args["q"][3] = -1, -1, NAN
     if fp8:
         cache, args["k_scale"], args["v_scale"] = cache.to(torch.float8_e4m3fn), 0.5, 2.0
     args |= {"k_cache": cache[:, :, :, 0], "v_cache": cache[:, :, :, 1]}
-    return args | {"out_gate": s.normal(15, 4, 32), "out": s.full(NAN, 15, 4, 32)}
+    return args | {"out_gate": s.normal(*args["q"].shape), "out": s.full(NAN, *args["q"].shape)}
 
 
 def _small_cases() -> list[Case]:
@@ -366,7 +367,11 @@ def _small_cases() -> list[Case]:
         "qsa_score": {"score": lambda s: _small_index(s, num_blocks=60)},
         "qsa_topk": {"topk": _small_topk},
         "qsa_select": {"select": lambda s: _small_index(s, k=8)},
-        "qsa_attend": {"attend": _small_attend, "attend-fp8": lambda s: _small_attend(s, fp8=True)},
+        "qsa_attend": {
+            "attend": _small_attend,
+            "attend-fp8": lambda s: _small_attend(s, fp8=True),
+            "attend-many": lambda s: _small_attend(s, **SMALL_MANY),
+        },
     }
     note = "small, with padding and NaN where nothing may be read"
     return [Case(f"check-{name}", op, note, build) for op, builds in small.items() for name, build in builds.items()]

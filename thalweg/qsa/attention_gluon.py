@@ -16,7 +16,8 @@ all of the waves before it are done: 2.2 ms. The wait is bounded, and nothing bu
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from thalweg.gluon import copy_async, thread_barrier
 
@@ -44,32 +45,19 @@ def _wait_turn(done, WAVE: gl.constexpr, SLACK: gl.constexpr):
         tries += 1
 
 
-@gluon.jit
-def _scores(s_q, s_k, b_q, MMA: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, BC: gl.constexpr,
-            HELD: gl.constexpr):  # fmt: skip
-    """b_q: the first columns of the queries, where lanes hold them."""
-    b_s = gl.zeros([16, BN], gl.float32, MMA)
-    for i_c in gl.static_range(D // BC):
-        if i_c > 0 or not HELD:
-            b_q = s_q.slice(i_c * BC, BC, 1).load(gl.DotOperandLayout(0, MMA, 2))
-        b_k = s_k.slice(i_c * BC, BC, 1).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
-        b_s = mma_v2(b_q, b_k, b_s)
-    return b_s
-
-
 def _kernel(
     q, k_cache, v_cache, row_request, positions, slots, out_gate, out, first, requests, width, group, scale, v_scale,
     stride_qr, stride_qh, stride_qd, stride_kt, stride_kh, stride_vt, stride_vh, stride_rr, stride_p,
     stride_gr, stride_gh, stride_gd, stride_or, stride_oh, stride_od, taken, done,
-    D: gl.constexpr, BN: gl.constexpr, BC: gl.constexpr, ROWS: gl.constexpr, WAVE: gl.constexpr,
-    SLACK: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, WAVE: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """A program a row and KV head. `first` is the row of the first slots."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     BM: gl.constexpr = 16
     dtype: gl.constexpr = q.dtype.element_ty
     i_s = gl.program_id(0).to(gl.int64)
@@ -79,7 +67,7 @@ def _kernel(
     i_h = gl.program_id(1)
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LOAD))
     o_d = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    o_s = gl.arange(0, BN, gl.SliceLayout(0, MMA))
+    o_s = gl.arange(0, BN, gl.SliceLayout(1, MMA))
     s_k = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
     s_v = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
     p_k = k_cache + i_h.to(gl.int64) * stride_kh
@@ -101,60 +89,57 @@ def _kernel(
     p_q = q + i_r * stride_qr + (i_h * group + o_m) * stride_qh
     b_q = gl.load(p_q[:, None] + o_c[None, :] * stride_qd, mask=(o_m < group)[:, None], other=0.0)
     s_q = gl.allocate_shared_memory(dtype, [BM, D], SHARED, b_q)
-    # A quarter of them stays with the lanes, as much as registers hold: shared memory is read that much less.
-    b_held = s_q.slice(0, BC, 1).load(gl.DotOperandLayout(0, MMA, 2))
-    b_to = ()
-    for _ in gl.static_range(D // BC):
-        b_to = b_to + (gl.zeros([BM, BC], gl.float32, MMA),)
+    s_p = gl.allocate_shared_memory(dtype, [BN, BM], NARROW)
+    b_to = gl.zeros([D, BM], gl.float32, MMA)
     b_tm = gl.full([BM], float("-inf"), gl.float32, ROW)
-    b_tl = gl.zeros([BM, 32], gl.float32, MMA)
-    b_ones = gl.full([BN, 32], 1.0, dtype, gl.DotOperandLayout(1, MMA, 2))
+    b_tl = gl.zeros([64, BM], gl.float32, MMA)
+    b_none = gl.zeros([BN, BM], gl.float32, MMA)
+    b_nones = gl.zeros([D, BM], gl.float32, MMA)
+    b_ones = gl.full([64, BN], 1.0, dtype, gl.DotOperandLayout(0, MMA, 2))
     for i_j in range(0, hi, BN):
         async_copy.wait_group(1)  # the keys; values may still be on their way
+        fence_async_shared()
         thread_barrier()
-        b_s = _scores(s_q, s_k, b_held, MMA, BN, D, BC, taken is None)
+        w_s = warpgroup_mma(s_k, s_q.permute((1, 0)), b_none, use_acc=False, is_async=True)
+        b_s = warpgroup_mma_wait(0, [w_s])
         thread_barrier()  # every warp is done with the keys
         _fetch(s_k, p_k, b_slot, stride_kt, o_d)
-        b_s = gl.where((b_seen >= 0)[None, :], b_s * scale, float("-inf"))
+        b_s = gl.where((b_seen >= 0)[:, None], b_s * scale, float("-inf"))
         b_seen = gl.load(p_slots + o_s + i_j + BN, mask=o_s + i_j + BN < hi, other=-1)
         b_next = gl.load(p_slots + o_n + i_j + 2 * BN, mask=o_n + i_j + 2 * BN < hi, other=-1)
-        b_m = gl.max(b_s, 1)
-        b_p = gl.exp2(b_s - gl.where(b_m == float("-inf"), 0.0, b_m)[:, None])
-        b_p = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, MMA, 2))
+        b_m = gl.max(b_s, 0)
+        b_p = gl.exp2(b_s - gl.where(b_m == float("-inf"), 0.0, b_m)[None, :])
+        s_p.store(b_p.to(dtype))
         b_new = gl.maximum(b_tm, b_m)
         b_base = gl.where(b_new == float("-inf"), 0.0, b_new)
-        b_a = gl.exp2(b_tm - b_base)[:, None]
-        b_b = gl.exp2(b_m - b_base)[:, None]
+        b_a = gl.exp2(b_tm - b_base)[None, :]
+        b_b = gl.exp2(b_m - b_base)[None, :]
         b_tm = b_new
-        b_l = mma_v2(b_p, b_ones, gl.zeros([BM, 32], gl.float32, MMA))
-        b_tl = _add(b_tl, b_l, b_a, b_b)
         async_copy.wait_group(1)  # the values; the next keys may still be on their way
+        fence_async_shared()
         thread_barrier()
-        b_sum = ()
-        for i_c in gl.static_range(D // BC):
-            b_v = s_v.slice(i_c * BC, BC, 1).load(gl.DotOperandLayout(1, MMA, 2))
-            b_o = mma_v2(b_p, b_v, gl.zeros([BM, BC], gl.float32, MMA))
-            b_sum = b_sum + (_add(b_to[i_c], b_o, b_a, b_b),)
-        b_to = b_sum
+        w_l = warpgroup_mma(b_ones, s_p, b_none, use_acc=False, is_async=True)
+        w_o = warpgroup_mma(s_v.permute((1, 0)), s_p, b_nones, use_acc=False, is_async=True)
+        b_l, b_o = warpgroup_mma_wait(0, [w_l, w_o])
         thread_barrier()
         _fetch(s_v, p_v, b_slot, stride_vt, o_d)
+        b_tl = _add(b_tl, b_l, b_a, b_b)
+        b_to = _add(b_to, b_o, b_a, b_b)
         b_slot = b_next
     async_copy.wait_group(0)
     if done is not None:
         gl.atomic_add(done, 1, sem="relaxed")
-    b_l = gl.max(b_tl, 1)[:, None]
-    b_scale = v_scale / gl.where(b_l > 0.0, b_l, 1.0)
-    o_g = gl.arange(0, BM, ROW)
-    o_e = gl.arange(0, BC, gl.SliceLayout(0, MMA))
-    for i_c in gl.static_range(D // BC):
-        b_o = b_to[i_c] * b_scale
-        if out_gate is not None:
-            p_g = out_gate + i_r * stride_gr + (i_h * group + o_g) * stride_gh
-            p_g = p_g[:, None] + (o_e + i_c * BC)[None, :] * stride_gd
-            b_gate = gl.load(p_g, mask=(o_g < group)[:, None], other=0.0).to(gl.float32)
-            b_o = b_o * (1 / (1 + gl.exp(-b_gate)))
-        # Queries are done with; whole lines leave from their place.
-        s_q.slice(i_c * BC, BC, 1).store(gl.where(b_l == 0.0, 0.0, b_o).to(dtype))
+    b_l = gl.max(b_tl, 0)[None, :]
+    b_o = b_to * (v_scale / gl.where(b_l > 0.0, b_l, 1.0))
+    if out_gate is not None:
+        o_g = gl.arange(0, BM, ROW)
+        o_e = gl.arange(0, D, gl.SliceLayout(1, MMA))
+        p_g = out_gate + i_r * stride_gr + (i_h * group + o_g) * stride_gh
+        p_g = p_g[None, :] + o_e[:, None] * stride_gd
+        b_gate = gl.load(p_g, mask=(o_g < group)[None, :], other=0.0).to(gl.float32)
+        b_o = b_o * (1 / (1 + gl.exp(-b_gate)))
+    # Queries are done with; whole lines leave from their place.
+    s_q.permute((1, 0)).store(gl.where(b_l == 0.0, 0.0, b_o).to(dtype))
     thread_barrier()
     p_o = out + i_r * stride_or + (i_h * group + o_m) * stride_oh
     b_o = s_q.load(LINE).to(out.dtype.element_ty)
@@ -174,7 +159,7 @@ kernel = gluon.jit(
 
 
 def rows(heavy, row_request, positions, slots, out_gate, out, first: int, part: int, requests: int, width: int,
-         scales, taken, tile: int, done, wave: int = WAVE, slack: int = SLACK, columns: int = 64) -> None:  # fmt: skip
+         scales, taken, tile: int, done, wave: int = WAVE, slack: int = SLACK) -> None:  # fmt: skip
     """`part` rows from `first` on, whose slots are given. done: a zero, which counts programs, or None."""
     q, k_cache, v_cache = heavy
     kv_heads = k_cache.shape[2]
@@ -182,6 +167,5 @@ def rows(heavy, row_request, positions, slots, out_gate, out, first: int, part: 
         *heavy, row_request, positions, slots, out_gate, out, first, requests, width, q.shape[1] // kv_heads, *scales,
         *q.stride(), *k_cache.stride()[1:3], *v_cache.stride()[1:3], row_request.stride(0), positions.stride(0),
         *((0, 0, 0) if out_gate is None else out_gate.stride()), *out.stride(), taken, done,
-        D=q.shape[2], BN=UNIT, BC=columns, ROWS=tile, WAVE=wave, SLACK=slack, num_warps=4,
-        **({"maxnreg": MOST_REGISTERS} if taken is None else {}),  # with counts besides it would spill
+        D=q.shape[2], BN=UNIT, ROWS=tile, WAVE=wave, SLACK=slack, num_warps=4, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
