@@ -11,6 +11,7 @@ import numbers
 import os
 import reprlib
 import sys
+from functools import lru_cache
 
 import torch
 
@@ -173,8 +174,16 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of the tensor have one address."""
     if tensor.numel() < 2:
         return False
+    try:
+        return _overlap(tensor.stride(), tuple(tensor.shape))
+    except TypeError:  # sizes known to a trace only
+        return _overlap.__wrapped__(tensor.stride(), tensor.shape)
+
+
+@lru_cache(1024)  # a pool has the same strides in every call
+def _overlap(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     reach, below = 0, []
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(strides, shape)):
         if size == 1:
             continue
         if stride <= reach:  # else no sum of shorter steps spans it

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, current, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -325,6 +325,6 @@ def append(
             index_qk.shape[1] // D - 1, *index_qk.stride(), q_norm_weight.stride(0), k_norm_weight.stride(0),
             *rope_table.stride(), positions.stride(0), row_request.stride(0), *raw_ring.stride(), *block_keys.stride(),
             *page_table.stride(), *axes, *ring_axes, *out.stride(),
-            D=D, BD=max(16, triton.next_power_of_2(D)), BT=config.tokens, BH=config.heads, BR=16,
+            D=D, BD=max(16, next_power_of_2(D)), BT=config.tokens, BH=config.heads, BR=16,
             HALF=rope_table.shape[1] // 2, PAGE=max(1, block_keys.shape[1]), ROWS=config.rows, **config.options,
         )  # fmt: skip

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 from thalweg.qsa import gather
 
 LOG2E = 1.4426950408889634
@@ -70,7 +70,7 @@ class Config:
 
 def choose(shape: Shape, device: str, whole: bool = False) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    width = max(16, triton.next_power_of_2(shape.dim))
+    width = max(16, next_power_of_2(shape.dim))
     tokens = 64
     while tokens > 16 and 2 * tokens * width * shape.itemsize > 1 << 16:
         tokens //= 2
@@ -302,8 +302,8 @@ def attend(
 
 
 def _widths(q: torch.Tensor, kv_heads: int, config: Config) -> dict[str, int]:
-    tall = max(16, triton.next_power_of_2(q.shape[1] // kv_heads))
-    width = max(16, triton.next_power_of_2(q.shape[2]))
+    tall = max(16, next_power_of_2(q.shape[1] // kv_heads))
+    width = max(16, next_power_of_2(q.shape[2]))
     return {"D": q.shape[2], "BD": width, "BG": tall, "BC": min(width, config.columns), "BN": config.tokens}
 
 
@@ -311,7 +311,7 @@ def _many(heavy, index, out_gate, out, ratio: int, scales, config: Config, taken
     """The slots of rows, then a program a row and KV head; as many rows at once as have room."""
     page_table, row_request, positions, block_ids = index
     (R, k), (requests, columns), (pages, page_tokens) = block_ids.shape, page_table.shape, heavy[1].shape[:2]
-    units, (counts, tile) = triton.cdiv(k * ratio + ratio - 1, config.tokens), taken
+    units, (counts, tile) = cdiv(k * ratio + ratio - 1, config.tokens), taken
     width = units * config.tokens
     # Tokens of a block lie side by side, unless it may begin in one page and end in the next.
     each = ratio if config.tokens % ratio == 0 == page_tokens % ratio else 1
@@ -355,7 +355,7 @@ def _few(heavy, index, out_gate, out, ratio: int, scales, config: Config) -> Non
     (q, k_cache, v_cache), (page_table, row_request, positions, block_ids) = heavy, index
     R, (pages, page_tokens, kv_heads, _) = q.shape[0], k_cache.shape
     (requests, columns), k = page_table.shape, block_ids.shape[1]
-    units, group = triton.cdiv(k * ratio + ratio - 1, config.tokens), q.shape[1] // kv_heads
+    units, group = cdiv(k * ratio + ratio - 1, config.tokens), q.shape[1] // kv_heads
     widths = _widths(q, kv_heads, config)
     floats = R * kv_heads * units * (group * widths["BD"] + 2 * widths["BG"])
     partial = torch.empty(floats, dtype=torch.float32, device=q.device)
@@ -376,6 +376,6 @@ def _folded(
     sizes = {name: widths[name] for name in ("D", "BD", "BG")}
     fold_kernel[(out.shape[1], out.shape[0])](
         partial, out_gate, out, units, group, v_scale, *gate_strides, *out.stride(), **sizes,
-        AHEAD=triton.cdiv(units, triton.cdiv(units, FOLD_AHEAD)), EARLY=early, num_warps=FOLD_WARPS,
+        AHEAD=cdiv(units, cdiv(units, FOLD_AHEAD)), EARLY=early, num_warps=FOLD_WARPS,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

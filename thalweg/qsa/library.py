@@ -17,6 +17,7 @@ INTERPRETED = False  # the tests interpret kernels on CPU tensors; Triton's inte
 MOST_K = 4096  # a program of the top-k holds four times as many nodes
 MOST_BLOCKS = 2**25  # of a row; a program that takes maxima takes at least one group of the top level
 WITHIN = 2**31  # elements that a tile's offsets may span
+ATTEND_WITHIN = {"q": (1, 2), "out": (1, 2), "out_gate": (1, 2), "k_cache": (3,), "v_cache": (3,), "block_ids": (1,)}
 
 
 def _without_triton(tensor: torch.Tensor) -> str | None:
@@ -31,7 +32,10 @@ def _span(tensor: torch.Tensor | None, *dims: int) -> int:
 def _far(call, dims: dict[str, tuple[int, ...]]) -> str | None:
     """Which argument is too far apart along those of its dimensions that a kernel counts in int32."""
     for name, along in dims.items():
-        if _span(call[name], *along) >= WITHIN:
+        x = call[name]
+        if x is None or (x.is_contiguous() and x.numel() < WITHIN):
+            continue
+        if _span(x, *along) >= WITHIN:
             return f"{name} must span less than {WITHIN} elements within a row, got strides {call[name].stride()}"
     return None
 
@@ -150,22 +154,18 @@ def _attend_why_not(call) -> str | None:
         return f"takes page tables and lists of less than {2**30} tokens, got {table.shape[1]} pages of {k.shape[1]}"
     if k.shape[0] * k.shape[1] >= WITHIN:
         return f"takes pools of less than {WITHIN} tokens, got {k.shape[0]} pages of {k.shape[1]}"
-    within = dict.fromkeys(("q", "out", "out_gate"), (1, 2)) | {"k_cache": (3,), "v_cache": (3,), "block_ids": (1,)}
-    return _far(call, within) or _without_triton(q)
+    return _far(call, ATTEND_WITHIN) or _without_triton(q)
 
 
 def _attend_hopper_why_not(call) -> str | None:
-    reason = _attend_why_not(call)
-    if reason is not None:
-        return reason
     q, k_cache, v_cache = call["q"], call["k_cache"], call["v_cache"]
     if not torch.cuda.is_available() or arch(q.device) != "sm_90":
-        return "made for the sm_90 architecture"
+        return _without_triton(q) or "made for the sm_90 architecture"
     from thalweg.qsa import attention, gather
 
     if q.shape[0] * k_cache.shape[2] < attention.MANY:
         return f"made for rows times KV heads of {attention.MANY} on, got {q.shape[0]} x {k_cache.shape[2]}"
-    return gather.why_not_gluon(q, k_cache, v_cache, attention.MOST)
+    return _attend_why_not(call) or gather.why_not_gluon(q, k_cache, v_cache, attention.MOST)
 
 
 def _attend_hopper(**call) -> None:

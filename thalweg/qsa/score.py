@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 
 RESIDENT = {"sm_90": 264, "gfx950": 512}  # programs of the tile form that run at once: two a multiprocessor
 QUERY_BYTES = 1 << 16  # of a tile's queries, which stay in shared memory
@@ -61,22 +61,22 @@ class Config:
 
 
 def _span(blocks: int, splits: int, keys: int) -> int:
-    return max(1, triton.cdiv(triton.cdiv(blocks, max(1, splits)), keys)) * keys
+    return max(1, cdiv(cdiv(blocks, max(1, splits)), keys)) * keys
 
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     resident = RESIDENT.get(device, 256)
-    width = max(16, triton.next_power_of_2(shape.dim))
+    width = max(16, next_power_of_2(shape.dim))
     if shape.dtype != torch.float32 and shape.rows <= FEW * shape.requests:
         # One row of 32,768, us: 5.4; 32 keys and 2 warps 5.7, 1 warp 5.5; 128 keys 6.1.
         if shape.rows <= 4 or width > 128:
             keys, warps, stages = (64, 4, 2) if width <= 128 else (32, 2, 4)
-            span = _span(shape.blocks, triton.cdiv(4 * resident, shape.rows), keys)
+            span = _span(shape.blocks, cdiv(4 * resident, shape.rows), keys)
             return Config(1, keys, span, 1, warps, stages, "very few rows: small programs, many of them")
         # 16 and 64 rows of 32,768 blocks, us: 6 stages 36.5 and 133.1, 4: 36.8 and 134.4, 3: 36.8 and 135.2; spans of
         # 512: 40.3 and 135.6; 64 rows in spans of 3,648: 158.
-        most, fewest = (_span(shape.blocks, triton.cdiv(n * resident, shape.rows), 64) for n in (2, 8))
+        most, fewest = (_span(shape.blocks, cdiv(n * resident, shape.rows), 64) for n in (2, 8))
         span = max(fewest, min(most, 1024), 256)
         return Config(1, 64, span, 1, 4, 6, f"at most {FEW} rows a request: one row a program")
     group = 4 if shape.heads % 4 == 0 else 2 if shape.heads % 2 == 0 else 1
@@ -87,11 +87,11 @@ def choose(shape: Shape, device: str) -> Config:
     while rows > 16 and rows * shape.heads * width * size > QUERY_BYTES:
         rows //= 2
     if shape.dtype == torch.float32:
-        span = _span(shape.blocks, resident // max(1, triton.cdiv(shape.rows, 16)), 16)
+        span = _span(shape.blocks, resident // max(1, cdiv(shape.rows, 16)), 16)
         return Config(16, 16, span, 1, 8, 1, "float32: exact products, tiles small enough to stay in registers")
-    splits = resident // max(1, triton.cdiv(shape.rows, rows))
+    splits = resident // max(1, cdiv(shape.rows, rows))
     if shape.requests > 1:  # of different lengths: more programs even them out (mix: 4 x 276 us, 6 x 269, 12 x 277)
-        splits = max(1, 6 * resident // max(1, triton.cdiv(shape.rows, rows)))
+        splits = max(1, 6 * resident // max(1, cdiv(shape.rows, rows)))
     span = _span(shape.blocks, splits, 64)
     return Config(rows, 64, span, group, 4, 2, "tiles of rows: keys are read once a tile")
 
@@ -291,18 +291,18 @@ def score(
         return
     most = min(N, columns * page_rows)
     config = config or choose(Shape(R, N, requests, heads, D, index_q.dtype), arch(index_q.device))
-    width = max(16, triton.next_power_of_2(D))
+    width = max(16, next_power_of_2(D))
     span = config.span if config.rows == 1 else config.span // config.keys
     call = (
         index_q, block_keys, page_table, row_request, visible, out, R, N, span, requests, most, least, pages,
         *index_q.stride(), *block_keys.stride(), *page_table.stride(), row_request.stride(0), visible.stride(0),
         *out.stride(),
     )  # fmt: skip
-    grid = (triton.cdiv(R, config.rows), triton.cdiv(N, config.span))
+    grid = (cdiv(R, config.rows), cdiv(N, config.span))
     shared = {"HEADS": heads, "D": D, "BD": width, "PAGE": max(1, page_rows), "BN": config.keys, "FILL": fill}
     with current(index_q.device):
         if config.rows == 1:
-            wide = max(16, triton.next_power_of_2(heads))
+            wide = max(16, next_power_of_2(heads))
             row_kernel[grid](*call, BH=wide, STAGES=config.num_stages, **shared, **config.options)
             return
         tiles_kernel[grid](

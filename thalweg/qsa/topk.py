@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 from thalweg.qsa.rank import LOWEST, first, gumbel, order, put_best, seen
 
 WORKSPACE = 96 << 20  # bytes; 4,096 rows of 65,536 blocks take 75 MB
@@ -76,11 +76,11 @@ def choose(shape: Shape, device: str) -> Config:
         # 16 11.8 / 12.9 / 18.1; 16 of 131,072: 21.9, groups of 16 15.6. Segments of 1,024 to 4,096: all the same.
         fan, warps = 8 if shape.blocks <= 2**16 else 16, 8 if shape.blocks <= 2**15 else 16
         return Config(fan, 1, 1, 2048, warps, "few rows: a short chain of steps", few=True, early=True)
-    held = max(HELD, 4 * triton.next_power_of_2(shape.k))
+    held = max(HELD, 4 * next_power_of_2(shape.k))
     fan = 16 if few and shape.k <= 512 and held < shape.blocks <= 16 * held else 4
     levels, top = 0, shape.blocks
     while top > (held if few else max(held, TOP_HELD)):
-        levels, top = levels + 1, triton.cdiv(top, fan)
+        levels, top = levels + 1, cdiv(top, fan)
     warps = 4 * held // HELD  # 16 nodes a lane
     if few:  # one row of 32,768: 11.5 us; 12.6 with 16 warps, 13.1 by fans of four
         segment, warps = max(1024, fan**levels), min(16, 2 * warps)
@@ -100,14 +100,14 @@ def above(blocks: int, config: Config) -> int:
 
 
 def _segments(blocks: int, config: Config) -> int:
-    return triton.cdiv(blocks, config.segment) if config.levels >= config.stored else 0
+    return cdiv(blocks, config.segment) if config.levels >= config.stored else 0
 
 
 def row_words(blocks: int, k: int, config: Config) -> int:
     """int32 words of workspace a row: the maxima of the stored levels, and the groups picked last."""
     levels = range(config.stored, config.levels + 1)
     maxima = _segments(blocks, config) * sum(config.segment // config.fan**i for i in levels)
-    return triton.cdiv(maxima, 16) * 16 + max(16, triton.next_power_of_2(k))
+    return cdiv(maxima, 16) * 16 + max(16, next_power_of_2(k))
 
 
 @triton.jit
@@ -275,21 +275,21 @@ def _part(scores, visible, row_request, requests, out, workspace, config: Config
             scores, visible, row_request, workspace, N, k, requests, segments, *scores.stride(), *rows,
             workspace.stride(0), **build, EARLY=early, num_warps=config.segment_warps,
         )  # fmt: skip
-    top = triton.next_power_of_2(max(16, triton.cdiv(N, config.fan**config.levels)))
+    top = next_power_of_2(max(16, cdiv(N, config.fan**config.levels)))
     if config.few:
         from thalweg.qsa.few_gluon import few_kernel
 
         few_kernel[(R,)](
             scores, visible, row_request, out, workspace.view(torch.float32), workspace, N, k, requests,
             *scores.stride(), *rows, *out.stride(), workspace.stride(0), FAN=config.fan,
-            TOP=max(top, 32 * config.num_warps), SLOTS=max(triton.next_power_of_2(k), 32 * config.num_warps),
+            TOP=max(top, 32 * config.num_warps), SLOTS=max(next_power_of_2(k), 32 * config.num_warps),
             W=config.num_warps, EARLY=early, num_warps=config.num_warps, enable_fp_fusion=False, **launch,
         )  # fmt: skip
         return
     pick_kernel[(R,)](
         scores, visible, row_request, out, workspace, N, k, requests, segments, *scores.stride(), *rows,
-        *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=max(16, triton.next_power_of_2(k)),
-        BK=min(1024, triton.next_power_of_2(k)), EARLY=early, **config.options, **launch,
+        *out.stride(), workspace.stride(0), **build, TOP=top, WIDE=max(16, next_power_of_2(k)),
+        BK=min(1024, next_power_of_2(k)), EARLY=early, **config.options, **launch,
     )  # fmt: skip
 
 

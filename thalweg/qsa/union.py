@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from thalweg.device import cdiv, next_power_of_2
 from thalweg.qsa import gather
 
 MOST = 64  # query heads of a KV head that a tile holds
@@ -44,7 +45,7 @@ class Config:
 
 def choose(group: int, dim: int, itemsize: int, hopper: bool) -> Config:
     """The configuration for query heads a KV head and their width; hopper: the kernel in Gluon takes them."""
-    width = max(16, triton.next_power_of_2(dim))
+    width = max(16, next_power_of_2(dim))
     if hopper:
         return Config(64, 64, width, 4, 0, 0.65, "5 rows of 12 heads, 60 of 64; two programs a multiprocessor")
     tokens = 32 if 2 * 32 * width * itemsize <= 1 << 15 else 16
@@ -291,11 +292,11 @@ class Sizes(NamedTuple):
 
 def sizes(R: int, group: int, k: int, ratio: int, capacity: int, config: Config) -> Sizes:
     rows = rows_of(config, group)
-    words = triton.cdiv(capacity, 32 * ratio)
+    words = cdiv(capacity, 32 * ratio)
     width = int(config.limit * rows * (k + 1)) // 2 * 2  # so that all that lies behind is aligned
-    size = triton.cdiv(width * ratio, 64) * 64
+    size = cdiv(width * ratio, 64) * 64
     tile = 4 * (1 + rows * words + 2 * width + size + size // 2)
-    return Sizes(rows, words, width, size, max(1, min(triton.cdiv(R, rows), BYTES // tile)))
+    return Sizes(rows, words, width, size, max(1, min(cdiv(R, rows), BYTES // tile)))
 
 
 def lists(index, k_cache: torch.Tensor, group: int, ratio: int, config: Config) -> Lists:
@@ -304,20 +305,20 @@ def lists(index, k_cache: torch.Tensor, group: int, ratio: int, config: Config) 
     (R, k), (requests, columns), (pages, page_tokens) = block_ids.shape, page_table.shape, k_cache.shape[:2]
     capacity = columns * page_tokens
     rows, words, width, size, _ = sizes(R, group, k, ratio, capacity, config)
-    tiles = triton.cdiv(R, rows)
+    tiles = cdiv(R, rows)
     parts = [tiles * n for n in (size, size // 2, 2 * width, 1)]
     slots, masks, blocks, counts = torch.empty(sum(parts), dtype=torch.int32, device=k_cache.device).split(parts)
     marks = torch.zeros(tiles * rows * words, dtype=torch.int32, device=k_cache.device)
     strides = row_request.stride(0), positions.stride(0)
     mark_kernel[(R,)](
         row_request, positions, block_ids, marks, R, k, ratio, capacity, requests, words, *strides,
-        *block_ids.stride(), ROWS=rows, BK=triton.next_power_of_2(k + 1), num_warps=4,
+        *block_ids.stride(), ROWS=rows, BK=next_power_of_2(k + 1), num_warps=4,
     )  # fmt: skip
     union_kernel[(tiles,)](
         row_request, positions, marks, counts, blocks, R, ratio, capacity, requests, words, width, width, *strides,
         ROWS=rows, BW=1024, num_warps=8,
     )  # fmt: skip
-    expand_kernel[(tiles, triton.cdiv(size, 256))](
+    expand_kernel[(tiles, cdiv(size, 256))](
         page_table, row_request, positions, counts, blocks, slots, masks, R, ratio, capacity, pages, requests, width,
         size, *page_table.stride(), *strides, ROWS=rows, PAGE=page_tokens, BN=256, num_warps=2,
     )  # fmt: skip
@@ -331,7 +332,7 @@ def attend(heavy, made: Lists, out_gate, out: torch.Tensor, ratio: int, scales, 
     tiles = made.counts.shape[0]
     flat = all(x.stride(0) == page_tokens * x.stride(1) for x in (k_cache, v_cache))
     gate_strides = (0, 0, 0) if out_gate is None else out_gate.stride()
-    width = max(16, triton.next_power_of_2(D))
+    width = max(16, next_power_of_2(D))
     tiles_kernel[(tiles, kv_heads)](
         *heavy, made.counts, made.slots, made.masks, out_gate, out, R, ratio, made.slots.shape[0] // tiles,
         heads // kv_heads, *scales, *q.stride(), *k_cache.stride(), *v_cache.stride(), *gate_strides, *out.stride(),
