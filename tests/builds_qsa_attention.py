@@ -31,7 +31,7 @@ def builds(target):
     for name, shape in WANTED.items():
         found[f"attention {name}"] = aot.Build(lambda shape=shape: launch(*shape), (), 512, spilled)
     if target == "sm_90a":
-        demands = {"attention_gluon": ("cp.async.cg.shared.global", "mma.sync")}
+        demands = {"attention_gluon": ("cp.async.cg.shared.global", "wgmma")}
         most = {"attention_gluon": 168}  # three programs a multiprocessor; Triton 3.9 places 4 words more
         newer = {"attention_gluon": 16}
         for name in ("prefill", "prefill-784-gate"):

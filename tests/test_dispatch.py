@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thalweg import cases, dispatch, kda_prefill
+from thalweg import cases, device, dispatch, kda_prefill
 from thalweg.bench.calls import IMPLS, captured, explained
 from thalweg.dispatch import Impl
 
@@ -210,3 +210,11 @@ def test_b26_a_kernel_made_for_one_architecture_is_taken_there_only(arch, monkey
         assert verdicts["hopper"].reason == "made for the sm_90 architecture"
         with pytest.raises(ValueError, match="impl 'hopper' cannot take this call: made for the sm_90 architecture"):
             explained(case, "cpu", "hopper")
+
+
+def test_sizes_of_launches_are_those_of_triton():
+    triton = pytest.importorskip("triton")
+    for n in (*range(1, 70), 2047, 2048, 2049, 2**31 - 1, 2**40):
+        assert device.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert all(device.cdiv(n, size) == triton.cdiv(n, size) for size in (1, 2, 3, 64, 100))
+    assert device.next_power_of_2(0) == 1 and device.cdiv(0, 64) == 0

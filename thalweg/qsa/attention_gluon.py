@@ -4,9 +4,13 @@ A program is a row and KV head. A unit's keys and values lie in shared memory on
 scores of these are known, the next values when these are summed, so that copies run while the other half is worked on;
 three programs a multiprocessor. A lane copies 16 bytes of four tokens: four slots are all it holds.
 
+Products are those of a warp group, tokens or columns their tall side, heads the other: queries, keys, values and
+weights are read from shared memory once, where four warps of 16 x 8 products read the queries four times (8,192 rows:
+3.98 ms, now 3.87). What is left is what L2 gives: copies alone take as long, all else without them two thirds.
+
 With ids ascending, programs that began together sweep the same keys, which then come out of L2. Left alone they drift
-apart (4,096 rows of 128K: 2.6 ms; on picks of 8K, all in L2, 2.0); so a program waits with its first copy until nearly
-all of the waves before it are done: 2.2 ms. The wait is bounded, and nothing but time depends on it.
+apart (4,096 rows of 128K: 2.48 ms; on picks of 8K, all in L2, 2.0); so a program waits, its first unit already asked
+for, until nearly all of the waves before it are done: 2.06 ms. The wait is bounded, and nothing but time depends on it.
 
     q            [R, Hq, D], k_cache, v_cache [pages, page_tokens, Hkv, D]   one 16-bit dtype; caches contiguous in D,
                  16-byte aligned, pages evenly spaced; D 64, 128 or 256, at most 16 query heads a KV head
@@ -23,7 +27,8 @@ from thalweg.gluon import copy_async, thread_barrier
 
 UNIT = 64
 # Programs that run at once, how many of them may be behind when the next begin, and how often one looks (0.6 us each).
-WAVE, SLACK, TRIES = 3 * 132, 40, gl.constexpr(200)
+# 4,096 rows of 128K / 8,192 of 8K to 68K, ms: none behind 2.08 / 3.84, 20 2.06 / 3.85, 40 2.06 / 3.86, 80 2.10 / 3.87.
+WAVE, SLACK, TRIES = 3 * 132, 20, gl.constexpr(200)
 MOST_REGISTERS = 168  # three programs a multiprocessor
 
 
@@ -78,8 +83,6 @@ def _kernel(
     hi = gl.where(live, width, 0)
     b_slot = gl.load(p_slots + o_n)
     b_seen = gl.load(p_slots + o_s)
-    if done is not None and hi > 0:
-        _wait_turn(done, WAVE, SLACK)
     _fetch(s_k, p_k, b_slot, stride_kt, o_d)
     _fetch(s_v, p_v, b_slot, stride_vt, o_d)
     b_slot = gl.load(p_slots + o_n + BN, mask=o_n + BN < hi, other=-1)
@@ -96,6 +99,8 @@ def _kernel(
     b_none = gl.zeros([BN, BM], gl.float32, MMA)
     b_nones = gl.zeros([D, BM], gl.float32, MMA)
     b_ones = gl.full([64, BN], 1.0, dtype, gl.DotOperandLayout(0, MMA, 2))
+    if done is not None and hi > 0:
+        _wait_turn(done, WAVE, SLACK)
     for i_j in range(0, hi, BN):
         async_copy.wait_group(1)  # the keys; values may still be on their way
         fence_async_shared()
