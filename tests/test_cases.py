@@ -7,8 +7,10 @@ import torch
 
 import thalweg
 from thalweg import cases, inputs
-from thalweg.bench.calls import OPS, captured
+from thalweg.bench.calls import IMPLS, OPS, captured
+from thalweg.kda import library as kda_library
 from thalweg.kda import reference as kda
+from thalweg.qsa import library as qsa_library
 
 ENDINGS = ("p32k", "p128k", "p249k", "mix", "d1", "d16", "d64")
 PREFILL = ("prefill-1x8192-h64", "prefill-16x512-h64", "prefill-1x32768-h32", "prefill-8x2048-h16")
@@ -30,6 +32,21 @@ def test_every_named_shape_is_there():
 def test_every_public_op_has_small_cases():
     assert {case.op for case in cases.SMALL.values()} == set(OPS)
     assert set(OPS) | {"rope_table", "kda_prefill_workspace"} == set(thalweg.__all__)
+
+
+@pytest.mark.parametrize("chip", ("sm_90", "gfx950"))
+def test_every_implementation_takes_a_small_case_on_its_chip(chip, monkeypatch):
+    """Or neither `thalweg check` nor `make sanitize` would ever run it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for family in (kda_library, qsa_library):
+        monkeypatch.setattr(family, "INTERPRETED", True)  # CPU tensors stand for those of the chip
+        monkeypatch.setattr(family, "arch", lambda device: chip)
+    taken, other = set(), {"sm_90": "gfx950", "gfx950": "hopper"}[chip]
+    for case in cases.SMALL.values():
+        call = captured(case.op, case.make())
+        taken |= {(case.op, impl.name) for impl in IMPLS[case.op] if impl.why_not(call) is None}
+    assert taken == {(op, impl.name) for op in OPS for impl in IMPLS[op] if impl.name != other}
 
 
 @pytest.mark.parametrize("id", [*PREFILL, "solve-8192x64", "decode-h96-b128", "attend-d64", "topk-p249k", "score-mix"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thalweg import inputs, timing
-from thalweg.qsa import qsa_score, qsa_select, qsa_topk
+from thalweg.qsa import few_gluon, qsa_score, qsa_select, qsa_topk, score, score_gluon, topk
 from thalweg.qsa.reference import topk_blocks
 
 pytest.importorskip("triton")
@@ -108,6 +108,29 @@ def test_hostile_keys_are_exact(law, impl):
         ids = want(args)
         for workspace in (8 << 20, 1 << 30):
             assert torch.equal(qsa_select(**args, workspace_bytes=workspace, impl=impl), ids), (shape, workspace)
+
+
+def test_b31_no_sync_and_no_new_kernels_in_steady_state():
+    """What a call gets without a name: rows alone, in tiles, and the top-k of few rows and of many."""
+    kernels = (score.row_kernel, score.tiles_kernel, score_gluon.kernel, topk.maxima_kernel, topk.pick_kernel,
+               few_gluon.few_kernel)  # fmt: skip
+
+    def compiled():
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    args = call("plain", (999,))
+    take = lambda n: {m: x[:n] if m in ("index_q", "row_request", "visible") else x for m, x in args.items()}  # noqa: E731
+    for n in (1, 4, 5, 16, 17, 64, 65, 132, 133, 999):
+        qsa_select(**take(n))
+    before = compiled()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for n in (1, 2, 3, 5, 8, 15, 16, 17, 18, 33, 64, 65, 66, 131, 300, 998):
+            qsa_select(**take(n))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compiled() == before
 
 
 @pytest.mark.parametrize("impl", ("hopper", "triton"))

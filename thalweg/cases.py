@@ -17,6 +17,7 @@ import difflib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +167,8 @@ def _append(ending: str, note: str, r: Rows, ring: int = 8) -> Case:
 def _attend(ending: str, note: str, r: Rows, shared: float) -> Case:
     R, D, heads = len(r.contexts) * r.rows, 256, 24
     tokens = [BUDGET * RATIO + (p + 1) % RATIO for c in r.contexts for p in range(c - r.rows, c)]
-    distinct = sum(min(c, r.rows * (BUDGET * RATIO + RATIO - 1)) for c in r.contexts)
-    if r.rows == 1:
-        distinct = sum(tokens)
+    most = r.rows * (BUDGET * RATIO + RATIO - 1)
+    distinct = sum(tokens) if r.rows == 1 else sum(min(c, most) for c in r.contexts)
     moved = distinct * 2 * 2 * D * 2 + R * (2 * heads * D * 2 + BUDGET * 4)
     flops = 4.0 * sum(tokens) * heads * D
     return Case(f"attend-{ending}", "qsa_attend", note, lambda s: inputs.attend(s, r, shared), flops, moved)
@@ -271,9 +271,9 @@ def _small_prefill_given(s: Source) -> dict:
     return args | {"gate": "given", "g_raw": decay, "A_log": None, "dt_bias": None, "scale": 0.25}
 
 
-def _small_tokens(s: Source, lead: list[int], **dims: Any) -> dict:
+def _small_tokens(s: Source, lead: list[int], HV: int = 4, K: int = 32, V: int = 48, **dims: Any) -> dict:
     """Rows 1 and 3 are padding: the null slot, and a slot past the pool."""
-    args = inputs.token(s, lead, 2, HV=4, K=32, V=48, slots=7, **dims)
+    args = inputs.token(s, lead, 2, HV=HV, K=K, V=V, slots=7, **dims)
     for name in ("qkv", "g_raw", "beta_logits", "out_gate"):
         args[name][1] = args[name][3] = NAN
     args["state"][0] = args["conv_state"][0] = NAN
@@ -292,7 +292,7 @@ def _small_commit(s: Source) -> dict:
 
 
 SMALL_ROWS = Rows((70, 9, 202), 5, page=3, kv_page=7)
-SMALL_INDEX = {"heads": 4, "dim": 32}
+SMALL_TILED = {"r": Rows((300, 710), 25), "dim": 64}  # rows, pages and heads that Hopper's scorer takes
 SMALL_MANY = {"r": Rows((205, 150), 100, kv_page=7), "k": 24, "dim": 64}  # 400 programs: more than run at once
 
 
@@ -308,13 +308,13 @@ def _small_append(s: Source, axes: bool = False) -> dict:
     return args | {"ring_positions": s.ints([[[p, p + 3, p + 5] for p in range(8)]] * 3)}
 
 
-def _small_index(s: Source, **more: int) -> dict:
+def _small_index(s: Source, r: Rows = SMALL_ROWS, dim: int = 32, **more: int) -> dict:
     """A spare page of NaN, page tails of NaN, a padding row, and a row of a request that does not exist."""
-    args = inputs.index(s, SMALL_ROWS, **SMALL_INDEX)
-    keys = torch.cat([args["block_keys"], s.full(NAN, 1, 3, 32)])
-    for request, blocks in enumerate(SMALL_ROWS.blocks):
-        tail = args["page_table"][request, blocks // 3 :][: 1 if blocks % 3 else 0].long()
-        keys[tail, blocks % 3 :] = NAN
+    args, page = inputs.index(s, r, heads=4, dim=dim), r.page
+    keys = torch.cat([args["block_keys"], s.full(NAN, 1, page, dim)])
+    for request, blocks in enumerate(r.blocks):
+        tail = args["page_table"][request, blocks // page :][: 1 if blocks % page else 0].long()
+        keys[tail, blocks % page :] = NAN
     args["visible"][4], args["row_request"][9] = 0, 3
     args["index_q"][4] = args["index_q"][9] = NAN
     return args | {"block_keys": keys} | more
@@ -345,6 +345,7 @@ def _small_attend(s: Source, fp8: bool = False, r: Rows = SMALL_ROWS, k: int = 8
 
 
 def _small_cases() -> list[Case]:
+    tiled = partial(_small_index, **SMALL_TILED)
     small = {
         "solve_unit_lower": {"solve": _small_solve, "solve-dense": _small_solve_dense, "solve-keys": _small_solve_keys},
         "kda_conv": {"conv": _small_conv, "conv-w3": lambda s: inputs.conv(s, [70, 2], 40, W=3, dtype=F32)},
@@ -356,17 +357,19 @@ def _small_cases() -> list[Case]:
             "prefill-equal-keys": lambda s: inputs.equal_keys(s, 128, 2, 64, 32),
         },
         "kda_decode": {
-            "decode": lambda s: _small_tokens(s, [5]),
-            "decode-bf16state": lambda s: _small_tokens(s, [5], state_dtype=BF16),
+            "decode": partial(_small_tokens, lead=[5]),
+            "decode-bf16state": partial(_small_tokens, lead=[5], state_dtype=BF16),
             "decode-soft": _small_decode_soft,
+            "decode-fused": partial(_small_tokens, lead=[5], K=64, V=128),
+            "decode-heads": partial(_small_tokens, lead=[5], HV=2, K=128, V=64, state_dtype=BF16),
         },
         "kda_verify": {"verify": lambda s: _small_tokens(s, [5, 4])},
         "kda_commit": {"commit": _small_commit},
         "gated_rms_norm": {"norm": lambda s: _padded(s, inputs.norm(s, 7, 3, 48), 0, "o gate")},
         "qsa_append": {"append": _small_append, "append-mrope": lambda s: _small_append(s, axes=True)},
-        "qsa_score": {"score": lambda s: _small_index(s, num_blocks=60)},
+        "qsa_score": {"score": partial(_small_index, num_blocks=60), "score-tiles": partial(tiled, num_blocks=180)},
         "qsa_topk": {"topk": _small_topk},
-        "qsa_select": {"select": lambda s: _small_index(s, k=8)},
+        "qsa_select": {"select": partial(_small_index, k=8), "select-tiles": partial(tiled, k=8)},
         "qsa_attend": {
             "attend": _small_attend,
             "attend-fp8": lambda s: _small_attend(s, fp8=True),
