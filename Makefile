@@ -48,7 +48,7 @@ SANITIZER ?= compute-sanitizer
 TOOLS ?= memcheck initcheck racecheck
 sanitize: $(DEV)
 	@for tool in $(TOOLS); do echo "$$tool"; PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
-		$$([ $$tool = memcheck ] && echo --report-api-errors no) env $(RUN) tools/sanitize.py $(ARGS) || exit 1; done
+		$$([ $$tool = memcheck ] && echo --report-api-errors no) env SANITIZER_TOOL=$$tool $(RUN) tools/sanitize.py $(ARGS) || exit 1; done
 
 bench: $(BENCH)
 	@$(RUN) -m thalweg bench $(ARGS)

@@ -7,17 +7,20 @@ machine's program lacks of what the build demands.
 
 The builds of a kernel file lie in `tests/builds_<file>.py`: a function `builds(target) -> {name: Build}` that imports
 the kernel module inside, and `if __name__ == "__main__": aot.main(builds, *sys.argv[1:])`. Triton must compile there
-(TRITON_INTERPRET unset), so `run` starts that file as a process of its own.
+(TRITON_INTERPRET unset), so `run` has that file run in a process of its own.
 """
 
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +121,27 @@ def kernels(launch: Callable[[], object], target: str) -> list[Any]:
     return list(found.values())
 
 
+def _text_bytes(elf: bytes) -> int:
+    """Bytes of machine code in a 64-bit ELF file: of its sections named .text.KERNEL."""
+    (start,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    # Name, flags and the like, offset, size of each section.
+    sections = [struct.unpack_from("<I20xQQ", elf, start + i * size) for i in range(count)]
+    return sum(length for name, _, length in sections if elf.startswith(b".text.", sections[names][1] + name))
+
+
 def _nvidia(kernel) -> tuple[int, int, int]:
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage, sass = (
-            subprocess.run([str(tools / tool), *flags, cubin.name], capture_output=True, text=True, check=True).stdout
-            for tool, *flags in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-        )
+        command = [str(tool), "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local, len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
+    # 16 bytes an instruction since compute capability 7.0; the disassembler, which says the same, takes a second.
+    return registers, stack + local, _text_bytes(kernel.asm["cubin"]) // 16
 
 
 def _amd(kernel) -> tuple[int, int, int]:
@@ -190,13 +201,52 @@ def main(builds: Callable[[str], Mapping[str, Build]], *targets: str) -> None:
                 print(json.dumps({"name": f"{target} {name}{suffix}", **row}), flush=True)
 
 
+def serve() -> None:
+    """Runs files for `run`, each in a fork of this process, which has imported what takes seconds: [file, target...,
+    where its output goes] as a line of JSON in, its exit code as a line out.
+    """
+    import runpy
+
+    import torch  # noqa: F401
+    import triton.experimental.gluon  # noqa: F401
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    for line in sys.stdin:
+        *sys.argv, output = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.dup2(os.open(f"{output}.err", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT, 0o600), 1)
+                runpy.run_path(sys.argv[0], run_name="__main__")
+                sys.stdout.flush()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+@cache
+def _server() -> subprocess.Popen:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, "serve"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    return subprocess.Popen(command, **pipes)  # it ends with this process, which holds its input
+
+
 def run(file: str, *targets: str) -> dict[str, dict[str, Any]]:
     """Runs `python FILE TARGET...`, which must call `main`, in a process of its own; the rows it printed, by name."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, file, *targets], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with tempfile.TemporaryDirectory() as folder:
+        output, server = Path(folder) / "rows", _server()
+        server.stdin.write(json.dumps([file, *targets, str(output)]) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        if code != "0":
+            error = Path(f"{output}.err")
+            raise RuntimeError(f"exit code {code}: {error.read_text()[-4000:] if error.exists() else ''}")
+        rows = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
     return {row.pop("name"): row for row in rows}
 
 
@@ -204,3 +254,7 @@ def problems(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is wrong with each build: it does not compile, or lacks what it demands (no spills, some instruction)."""
     wrong = {name: row.get("error") or ", ".join(row["missing"]) for name, row in rows.items()}
     return [f"{name}: {what}" for name, what in wrong.items() if what]
+
+
+if __name__ == "__main__":
+    serve()

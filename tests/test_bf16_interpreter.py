@@ -357,3 +357,21 @@ def test_outside_a_kernel_the_language_is_as_it_was():
     """Patched once a launch, not at every call of a device function, and set back."""
     _sorted[(1,)](torch.randn(32).to(BF16), torch.empty(32, dtype=BF16), 32)
     assert tl.core.is_builtin(tl.load)
+
+
+def test_types_made_once_are_those_of_their_own_shape_and_element():
+    """Asked for twice, in turns: number of elements, name, shape and numpy type of each."""
+    blocks = [(dtype, shape) for dtype in (tl.float32, tl.bfloat16, tl.int1) for shape in ([4], [2, 2], [16, 1, 8])]
+    for dtype, shape in 2 * blocks:
+        made = tl.block_type(dtype, [tl.constexpr(shape[0]), *shape[1:]])
+        assert (made.element_ty, [*made.shape], made.numel) == (dtype, shape, np.prod(shape))
+        assert made.name == f"<{made.shape}, {dtype}>"
+        value = tl.tensor("handle", made)
+        assert [size.value for size in value.shape] == shape and value.numel.value == np.prod(shape)
+        assert (value.handle, value.type, value.dtype) == ("handle", made, dtype)
+        kind = {"fp32": np.float32, "bf16": np.uint16, "int1": np.bool_}[dtype.name]
+        assert bf16_interpreter.interpreter._get_np_dtype(made) == kind
+        assert bf16_interpreter.interpreter._get_np_dtype(dtype) == kind
+    pointer = tl.pointer_type(tl.float32)
+    assert bf16_interpreter.interpreter._get_np_dtype(pointer) == np.uint64
+    assert tl.tensor("x", tl.float32).numel.value == 1 and not len(tl.tensor("x", pointer).shape)

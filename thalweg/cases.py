@@ -97,9 +97,8 @@ def _drafts(op: str, note: str, H: int, B: int, S: int) -> Case:
     width, commit = 2 * K + V, op == "commit"
     tokens = 2 * (width + K + 1) + (0 if commit else 2 * 2 * V)
     pools = (4 * V * K + 2 * 3 * width) * (2 if commit else 1)
-    moved = (
-        B * (H * (pools + S * tokens) + (8 if commit else 4)) + H * 4 * (4 * width + K + 1) + (0 if commit else 4 * V)
-    )
+    weights = H * 4 * (4 * width + K + 1) + (0 if commit else 4 * V)
+    moved = B * (H * (pools + S * tokens) + (8 if commit else 4)) + weights
     flops = B * S * H * (7 * V * K + 8 * width)
     build = lambda s: inputs.commit(s, [S] * B, S, H) if commit else inputs.token(s, [B, S], H)  # noqa: E731
     return Case(f"{op}-h{H}-b{B}-s{S}", f"kda_{op}", note, build, flops, moved)
@@ -345,7 +344,7 @@ def _small_attend(s: Source, fp8: bool = False, r: Rows = SMALL_ROWS, k: int = 8
 
 
 def _small_cases() -> list[Case]:
-    tiled = partial(_small_index, **SMALL_TILED)
+    tiled, many = partial(_small_index, **SMALL_TILED), partial(_small_attend, **SMALL_MANY)
     small = {
         "solve_unit_lower": {"solve": _small_solve, "solve-dense": _small_solve_dense, "solve-keys": _small_solve_keys},
         "kda_conv": {"conv": _small_conv, "conv-w3": lambda s: inputs.conv(s, [70, 2], 40, W=3, dtype=F32)},
@@ -370,11 +369,7 @@ def _small_cases() -> list[Case]:
         "qsa_score": {"score": partial(_small_index, num_blocks=60), "score-tiles": partial(tiled, num_blocks=180)},
         "qsa_topk": {"topk": _small_topk},
         "qsa_select": {"select": partial(_small_index, k=8), "select-tiles": partial(tiled, k=8)},
-        "qsa_attend": {
-            "attend": _small_attend,
-            "attend-fp8": lambda s: _small_attend(s, fp8=True),
-            "attend-many": lambda s: _small_attend(s, **SMALL_MANY),
-        },
+        "qsa_attend": {"attend": _small_attend, "attend-fp8": partial(_small_attend, fp8=True), "attend-many": many},
     }
     note = "small, with padding and NaN where nothing may be read"
     return [Case(f"check-{name}", op, note, build) for op, builds in small.items() for name, build in builds.items()]
