@@ -4,8 +4,8 @@
 
 Every kernel takes one of them (a test sees to it) but the lists of `qsa_select`, which want 100 million scores: these
 run on a call of their own, with keys of which few rows are done again and with keys of which all are, but not under
-SANITIZER_TOOL=initcheck: it does not see what bulk copies write, and reports the thresholds, which read scores stored so
-(110,080 reads, all of them in that area). Results are not looked at for the same reason; `thalweg check` does that.
+SANITIZER_TOOL=initcheck: it does not see what bulk copies write, and reports the thresholds, which read scores stored
+so (110,080 reads, all of them in that area). Results are not looked at for the same reason; `thalweg check` does that.
 Needs a GPU.
 """
 
