@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+SEEDS = 2**63 - 1
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Dtype = Annotated[str, typer.Option(help="Of weights and activations: float32 or bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda where there is one.")]
@@ -114,7 +115,7 @@ def check(
     ops: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to check; all by default.")] = None,
     device: Device = None,
     impl: Annotated[str | None, typer.Option(help="Only the implementation of this name.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Seed of the inputs.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check every op and implementation on this machine against its float64 oracle; exit 1 if one fails."""
@@ -226,7 +227,7 @@ def bench(
         str | None, typer.Option(help="Only this implementation, or peer (fla); e2e: or op=name,...")
     ] = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Seed of the inputs.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of e2e: float32 or bfloat16.")] = "float32",
     save: Annotated[bool, typer.Option("--save", help="Keep the rows in results/<gpu>.jsonl.")] = False,
     as_json: Json = False,

@@ -1,4 +1,5 @@
-"""KDA, the public ops: what each takes, writes and refuses. The formulas are in `reference`, in the same names.
+"""KDA, the public ops: what each takes, writes and refuses. The formulas are in `reference`, in the same names; their
+source is Kimi Linear (arXiv 2510.26692), for the bounded gate Kimi K3.
 
 Common to all. Activations are bfloat16, float16 or float32, with any strides. State is a pool `[slots, HV, V, K]`, K
 last, float32 or bfloat16, read and advanced in place in float32 and rounded once when it is stored. Index tensors are
@@ -171,7 +172,6 @@ def kda_prefill(
     Per token: S <- S exp(g); S <- S + beta (v - S k) k^T; o = scale S q, read after the write.
     Example: cu_seqlens [0, 3, 3, 70], read_slots [5, 1, 0], write_slots [5, 2, -1]: tokens 0..2 advance slot 5; the
     empty sequence leaves slots 1 and 2 alone; tokens 3..69 are padding, zero in out.
-    Source: Kimi Linear (arXiv 2510.26692); the bounded gate is Kimi K3's.
     """
     op, device = "kda_prefill", device_of(q)
     expect(op, "q", q, (None, None, None), ACTIVATIONS, device, names="[T, H, K]")
