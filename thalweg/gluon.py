@@ -1,5 +1,6 @@
 """Gluon's names as Triton 3.6 and 3.9 have them, where they differ: kernels import them from here."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -10,6 +11,14 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 bulk_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+UNSEEN = gl.constexpr(triton.__version__.startswith("3.6."))
+
+
+@gluon.jit
+def thread():
+    """The number of this thread in its block."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -26,11 +35,13 @@ def zero_behind_barrier(x):
 
 
 __all__ = [
+    "UNSEEN",
     "bulk_load",
     "bulk_store",
     "copy_async",
     "gdc_launch_dependents",
     "gdc_wait",
+    "thread",
     "thread_barrier",
     "zero_behind_barrier",
 ]

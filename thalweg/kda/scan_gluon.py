@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from thalweg.device import arch, current
-from thalweg.gluon import bulk_load, bulk_store, thread_barrier
+from thalweg.gluon import UNSEEN, bulk_load, bulk_store, thread, thread_barrier
 
-PRODUCER = gl.constexpr(32)  # registers a lane of the copying warp: at 24 it spills what it looks up
+CONSUMER = gl.constexpr(224)  # registers a lane of the copying warp: at 24 it spills what it looks up
 OFFSETS = gl.constexpr(128)  # sequence offsets read at once, four a lane
 
 
@@ -109,6 +109,31 @@ def _work(
     )  # fmt: skip
 
 
+@gluon.jit(noinline=True)
+def _begin(full, free, STAGES: gl.constexpr):
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+
+
+@gluon.jit(noinline=True)
+def _copy(kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr):
+    s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
+    for i in range(n):
+        s = i % STAGES
+        bar = full.index(s)
+        mbarrier.wait(free.index(s), (i // STAGES & 1) ^ 1, pred=thread() < 64)
+        mbarrier.expect(bar, 3 * C * 128 * 2 + 3 * C * C * 2 + 128 * 4 + C * 64 * 2)
+        i_row = row + i * HV
+        bulk_load(kq, [i_row * (3 * C), 0], bar, s_kq.index(s))
+        bulk_load(v, [token + i * C, o_hv], bar, s_v.index(s))
+        bulk_load(xx, [i_row * (3 * C), 0], bar, s_x.index(s))
+        bulk_load(decays, [i_row, 0], bar, s_d.index(s))
+        bulk_load(ke, [i_row * (3 * C) + 2 * C, 0], bar, s_ke.index(s))
+        bulk_load(aqk, [i_row * (3 * C) + 2 * C, 0], bar, s_a.index(s))
+
+
 @gluon.jit
 def _produce(
     kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
@@ -121,24 +146,14 @@ def _produce(
     """
     i_v, i_hv, i_n, start, tokens, base, i_first, i_last, read, write = _work(
         cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
-        stride_cu, stride_read, stride_write, stride_fresh, V, C, 1,
+        stride_cu, stride_read, stride_write, stride_fresh, V, C, 4,
     )  # fmt: skip
-    s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
     row = (base + i_first - first) * HV + i_hv
     token = start + i_first * C
     n = gl.where(write >= 0, i_last - i_first, 0)
-    for i in range(n):
-        s = i % STAGES
-        bar = full.index(s)
-        mbarrier.wait(free.index(s), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, 3 * C * 128 * 2 + 3 * C * C * 2 + 128 * 4 + C * 64 * 2)
-        i_row = row + i * HV
-        bulk_load(kq, [i_row * (3 * C), 0], bar, s_kq.index(s))
-        bulk_load(v, [token + i * C, i_hv * V + i_v * 64], bar, s_v.index(s))
-        bulk_load(xx, [i_row * (3 * C), 0], bar, s_x.index(s))
-        bulk_load(decays, [i_row, 0], bar, s_d.index(s))
-        bulk_load(ke, [i_row * (3 * C) + 2 * C, 0], bar, s_ke.index(s))
-        bulk_load(aqk, [i_row * (3 * C) + 2 * C, 0], bar, s_a.index(s))
+    if UNSEEN:
+        n = gl.where(thread() < 64, n, 0)
+    _copy(kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, i_hv * V + i_v * 64, n, C, STAGES)
 
 
 @gluon.jit
@@ -303,32 +318,25 @@ def _kernel(
     s_o = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], WIDE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    fence_async_shared()
-    thread_barrier()
+    _begin(full, free, STAGES)
     tiles = (s_kq, s_ke, s_x, s_a, s_d, s_v)
     gl.warp_specialize(
         [
+            (_produce, (
+                kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
+                T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
+                V, C, STAGES,
+            )),
             (_consume, (
                 tiles, full, free, s_o, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots,
                 carry, out, T, N, first, count, HV, slots, null_slot, every, marks, turn, stride_cu, stride_s,
                 stride_sh, stride_sv, stride_sk, stride_read, stride_write, stride_fresh, stride_mn, stride_mj,
                 stride_ot, stride_oh, stride_od, V, C, STAGES,
             )),
-            (_produce, (
-                kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
-                T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
-                V, C, STAGES,
-            )),
         ],
-        [1],
-        [PRODUCER],
+        [4],
+        [CONSUMER],
     )  # fmt: skip
-    for i in gl.static_range(STAGES):
-        mbarrier.invalidate(full.index(i))
-        mbarrier.invalidate(free.index(i))
 
 
 # What changes from step to step: none of these values may be compiled in.
