@@ -52,8 +52,11 @@ def launched(scan, K, V, dtype, marks):
 
 
 def builds(target):
+    from thalweg.gluon import BARRIERS
     from thalweg.kda import scan, scan_gluon
 
+    # Barriers of the copying warps alone (0), which are what racecheck reports.
+    quiet = () if BARRIERS.value else (r"\A(?!(?s:.)*bar\.sync\s+0\b)",)
     found = {}
     for K, V, dtype, marks in WANTED[target]:
         name = f"{K} x {V} {dtype}" + " checkpoints" * marks
@@ -67,8 +70,9 @@ def builds(target):
         if target == "sm_90a" and (K, dtype) == (128, "bfloat16"):
             found[f"scan_gluon {name}"] = aot.Build(
                 lambda args=(K, V, dtype, marks): launched(scan_gluon.scan, *args),
-                ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor.2d.global", "stmatrix"),
+                ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor.2d.global", "stmatrix", *quiet),
                 128,
+                newer_spilled=8,  # two registers kept through the loop, for the state's store
             )
     return found
 

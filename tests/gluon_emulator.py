@@ -292,7 +292,8 @@ def load(family: str, name: str) -> types.ModuleType:
     }
     parts = {"bulk_load": _bulk_load, "bulk_store": _bulk_store, "copy_async": _copy_async}
     parts |= dict.fromkeys(("thread_barrier", "gdc_wait", "gdc_launch_dependents"), _nothing)
-    parts["zero_behind_barrier"] = lambda x: x * 0
+    parts |= {"zero_behind_barrier": lambda x: x * 0, "no_barriers": lambda fn: fn, "BARRIERS": True}
+    parts["thread"] = lambda: tensor(0, torch.int32)
     language = {
         f"{root}.gluon": gluon,
         f"{root}.gluon.language": LANGUAGE,

@@ -350,7 +350,7 @@ def _small_cases() -> list[Case]:
         "kda_conv": {"conv": _small_conv, "conv-w3": lambda s: inputs.conv(s, [70, 2], 40, W=3, dtype=F32)},
         "kda_prefill": {
             "prefill": _small_prefill,
-            "prefill-fast": lambda s: inputs.prefill(s, [96], 1, "fast"),
+            "prefill-fast": lambda s: inputs.prefill(s, [70, 1, 130], 1, "fast"),
             "prefill-soft": _small_prefill_soft,
             "prefill-given": _small_prefill_given,
             "prefill-equal-keys": lambda s: inputs.equal_keys(s, 128, 2, 64, 32),

@@ -12,7 +12,10 @@ bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 bulk_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-UNSEEN = gl.constexpr(triton.__version__.startswith("3.6."))
+# gluon.jit for what mbarriers order. Triton 3.6 does not know what shared memory an argument is, and puts no barrier of
+# the partition's threads between two accesses. Newer ones do, and each thread must come by: BARRIERS.
+no_barriers = gluon.jit(noinline=True)
+BARRIERS = gl.constexpr(not triton.__version__.startswith("3.6."))
 
 
 @gluon.jit
@@ -35,12 +38,13 @@ def zero_behind_barrier(x):
 
 
 __all__ = [
-    "UNSEEN",
+    "BARRIERS",
     "bulk_load",
     "bulk_store",
     "copy_async",
     "gdc_launch_dependents",
     "gdc_wait",
+    "no_barriers",
     "thread",
     "thread_barrier",
     "zero_behind_barrier",

@@ -5,13 +5,17 @@
 
 Formulas, arguments and contract are those of `scan`, whose bf16 form this is; transposed, so that what changes is the
 left operand of its products and stays in registers. v is no part of what is rounded here, y alone is: errors at slow
-gates 3.4e-3 (output) and 1.7e-3 (state), 3.7e-3 and 2.4e-3 if v - Kp S is rounded. A warp of its own copies the tiles,
-up to STAGES chunks ahead; the other four compute.
+gates 3.4e-3 (output) and 1.7e-3 (state), 3.7e-3 and 2.4e-3 if v - Kp S is rounded. Warps of their own copy the tiles,
+up to STAGES chunks ahead; four others compute.
 
 What one warp a scheduler issues counts as much as what the tensor cores do, and a product of 32 columns takes them
 little less than one of 64: so Kp and Qp, and the halves of the inverse, share one product each. In order:
 
     S [Kp | Qp], v [high | low] | last o stored, stage freed | y [high | low] | S decayed | halves of R | R Ke, Aqk R
+
+The copying warps come first, and pass no barrier but those of all threads: the first warps of a `warp_specialize` give
+the others orders through a word of shared memory, and where they have passed more barriers than those others, racecheck
+takes that for a race, whatever lies in between (`tools/racecheck_orders.cu`). Only those that compute need any.
 """
 
 from dataclasses import dataclass, field
@@ -30,9 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from thalweg.device import arch, current
-from thalweg.gluon import UNSEEN, bulk_load, bulk_store, thread, thread_barrier
+from thalweg.gluon import BARRIERS, bulk_load, bulk_store, no_barriers, thread, thread_barrier
 
-CONSUMER = gl.constexpr(224)  # registers a lane of the copying warp: at 24 it spills what it looks up
+COMPUTING = gl.constexpr(224)  # registers a lane of the computing warps; the others keep 32, at 24 they spill look-ups
 OFFSETS = gl.constexpr(128)  # sequence offsets read at once, four a lane
 
 
@@ -48,8 +52,8 @@ class Shape(NamedTuple):
 class Config:
     values: int  # of V a program
     stages: int
-    num_warps: int  # of those that compute; one more copies, in a group of four
-    max_registers: int  # a lane on average: the copying warp gives most of its own to the others
+    num_warps: int  # of those that copy, a group, so that as many others may issue a wgmma; two of them do copy
+    max_registers: int  # a lane on average: the copying warps give most of theirs to the others
     reason: str = field(compare=False)
 
     @property
@@ -63,11 +67,10 @@ def choose(shape: Shape, device: str) -> Config:
 
 
 @gluon.jit
-def _span(cu_seqlens, stride, i_n, N, T, C: gl.constexpr, WARPS: gl.constexpr):
+def _span(cu_seqlens, stride, i_n, N, T, C: gl.constexpr):
     """`chunks.span`: first token of sequence i_n, the one past its last, the number of its first chunk."""
-    ROW: gl.constexpr = gl.BlockedLayout([OFFSETS // 32], [32], [WARPS], [0])  # each warp holds all: none waits
-    start = 0
-    end = 0
+    ROW: gl.constexpr = gl.BlockedLayout([OFFSETS // 32], [32], [4], [0])  # each warp holds all: none waits
+    start, end = 0, 0
     for first in range(0, i_n + 2, OFFSETS):
         o_cu = first + gl.arange(0, OFFSETS, ROW)
         b_cu = gl.load(cu_seqlens + o_cu.to(gl.int64) * stride, mask=o_cu <= N, other=0).to(gl.int64)
@@ -85,7 +88,7 @@ def _good(slot, slots, null_slot):
 @gluon.jit
 def _work(
     cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
-    stride_cu, stride_read, stride_write, stride_fresh, V: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
+    stride_cu, stride_read, stride_write, stride_fresh, V: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """What a program does, looked up by each set of warps for itself: slice of V, head and sequence; first token, count
     of tokens, number of the first chunk; chunks of this launch, from the first to the one past the last; where its
@@ -101,7 +104,7 @@ def _work(
     if fresh is not None:
         anew = gl.load(fresh + i_n.to(gl.int64) * stride_fresh) != 0
     live = _good(write, slots, null_slot) & (anew | _good(read, slots, null_slot))
-    start, end, base = _span(cu_seqlens, stride_cu, i_n, N, T, C, WARPS)
+    start, end, base = _span(cu_seqlens, stride_cu, i_n, N, T, C)
     i_first = gl.maximum(first - base, 0)
     i_last = gl.minimum(first + count - base, (end - start + C - 1) // C)
     return (
@@ -109,16 +112,23 @@ def _work(
     )  # fmt: skip
 
 
-@gluon.jit(noinline=True)
+@no_barriers
 def _begin(full, free, STAGES: gl.constexpr):
+    """Seen by all when `warp_specialize` begins, with a barrier of all threads."""
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
 
 
-@gluon.jit(noinline=True)
-def _copy(kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, o_hv, n, C: gl.constexpr, STAGES: gl.constexpr):
+@no_barriers
+def _copy(
+    kq, ke, xx, aqk, decays, v, tiles, full, free, row, token, o_hv, HV, n, C: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Copies the tiles of n chunks, each into the next free stage. The second warp copies half of a tile 128 wide: a
+    stage is full when both have, so neither runs ahead. The others must not wait: nobody waits for them, and two phases
+    late they would wait for ever. They come by where there are barriers.
+    """
     s_kq, s_ke, s_x, s_a, s_d, s_v = tiles
     for i in range(n):
         s = i % STAGES
@@ -140,20 +150,16 @@ def _produce(
     T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
     V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the tiles of the program's chunks, each into the next free stage.
-
-    Nothing that depends on memory is handed over between the warps: Triton would pass it through shared memory.
+    """Copies the tiles of the program's chunks. Nothing that depends on memory is handed over between the warps: Triton
+    would pass it through shared memory.
     """
     i_v, i_hv, i_n, start, tokens, base, i_first, i_last, read, write = _work(
         cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
-        stride_cu, stride_read, stride_write, stride_fresh, V, C, 4,
+        stride_cu, stride_read, stride_write, stride_fresh, V, C,
     )  # fmt: skip
-    row = (base + i_first - first) * HV + i_hv
-    token = start + i_first * C
-    n = gl.where(write >= 0, i_last - i_first, 0)
-    if UNSEEN:
-        n = gl.where(thread() < 64, n, 0)
-    _copy(kq, ke, xx, aqk, decays, v, tiles, full, free, row, HV, token, i_hv * V + i_v * 64, n, C, STAGES)
+    n = gl.where((write >= 0) & ((thread() < 64) | BARRIERS), i_last - i_first, 0)
+    row, token = (base + i_first - first) * HV + i_hv, start + i_first * C
+    _copy(kq, ke, xx, aqk, decays, v, tiles, full, free, row, token, i_hv * V + i_v * 64, HV, n, C, STAGES)
 
 
 @gluon.jit
@@ -171,10 +177,7 @@ def _clear_tail(s_v, left, RHS: gl.constexpr, C: gl.constexpr):
 def _halves(b, LEFT: gl.constexpr):
     """b = high + low in bf16, high cut off and not rounded: one instruction a pair, and 2^-16 of b is lost."""
     b_high = (b.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return (
-        gl.convert_layout(b_high.to(gl.bfloat16), LEFT),
-        gl.convert_layout((b - b_high).to(gl.bfloat16), LEFT),
-    )
+    return gl.convert_layout(b_high.to(gl.bfloat16), LEFT), gl.convert_layout((b - b_high).to(gl.bfloat16), LEFT)
 
 
 @gluon.jit
@@ -261,7 +264,7 @@ def _consume(
     RHS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i_v, i_hv, i_n, start, tokens, base, i_first, i_last, read, write = _work(
         cu_seqlens, read_slots, write_slots, fresh, T, N, first, count, HV, slots, null_slot,
-        stride_cu, stride_read, stride_write, stride_fresh, V, C, 4,
+        stride_cu, stride_read, stride_write, stride_fresh, V, C,
     )  # fmt: skip
     o_v = i_v * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
@@ -296,8 +299,7 @@ def _consume(
         for i in range(i_first, i_last):
             o_row = i * C + o_c
             o_out = o_row.to(gl.int64) * stride_ot + o_rv * stride_od
-            m = (o_row < tokens) & (o_rv >= 0)
-            gl.store(out + o_out, gl.zeros([BV, C], out.dtype.element_ty, RHS), mask=m)
+            gl.store(out + o_out, gl.zeros([BV, C], out.dtype.element_ty, RHS), mask=(o_row < tokens) & (o_rv >= 0))
 
 
 def _kernel(
@@ -323,9 +325,8 @@ def _kernel(
     gl.warp_specialize(
         [
             (_produce, (
-                kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh,
-                T, N, first, count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh,
-                V, C, STAGES,
+                kq, ke, xx, aqk, decays, v, tiles, full, free, cu_seqlens, read_slots, write_slots, fresh, T, N, first,
+                count, HV, slots, null_slot, stride_cu, stride_read, stride_write, stride_fresh, V, C, STAGES,
             )),
             (_consume, (
                 tiles, full, free, s_o, p_out, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots,
@@ -334,8 +335,7 @@ def _kernel(
                 stride_ot, stride_oh, stride_od, V, C, STAGES,
             )),
         ],
-        [4],
-        [CONSUMER],
+        [4], [COMPUTING],
     )  # fmt: skip
 
 
@@ -378,8 +378,7 @@ def scan(
 
     No sync, no allocation. A given config overrides `choose`.
     """
-    T, HV, V = v.shape
-    N = cu_seqlens.shape[0] - 1
+    (T, HV, V), N = v.shape, cu_seqlens.shape[0] - 1
     count, _, _, C, K = factors.shape
     if N == 0:
         return
