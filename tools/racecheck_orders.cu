@@ -4,12 +4,13 @@
 // one; between each write and each read lies a barrier of all 256 threads. Four numbers: how many barriers of its own
 // 128 threads the half that gives orders passes, before the first order and between two; and the half that takes them.
 //
-//   0 0 0 0   0 0 0 9   0 1 0 0   1 0 1 0   1 0 2 0   0 2 0 2   0 2 0 9   1 2 1 9    nothing
-//   1 0 0 0   0 2 0 0   0 9 0 2   1 2 0 9                                            one or two hazards on these bytes
+//   0 0 0 0   0 0 0 9   1 0 1 0   1 0 2 0   0 2 0 2   0 2 0 9   1 2 1 9    nothing (two runs)
+//   1 0 0 0   0 2 0 0   1 2 0 9                                            one or two hazards on these bytes in both
+//   0 1 0 0   0 9 0 2                                                      one in one of the two
 //
-// So it counts barriers, whichever they are, and takes for a race what the givers do when they have passed more than
+// So it counts barriers, whichever they are, and may take for a race what the givers do when they have passed more than
 // the takers. Thread counts on the barriers of all, other barrier numbers, one writer instead of 128 change nothing.
-// The giver that copies by mbarriers alone is the first of these forms or the second.
+// Givers that copy by mbarriers alone are one of the first two forms.
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -o orders racecheck_orders.cu
 //   compute-sanitizer --tool racecheck ./orders 1 0 0 0
