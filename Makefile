@@ -34,11 +34,11 @@ demo: $(BASE)
 	@printf '%s' "$(PROMPT)"
 	@$(RUN) -m thalweg generate "$(PROMPT)" --temperature 0.5 --seed 1 --verify $(ARGS)
 
-PYTEST = $(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))')
+PYTEST = $(RUN) -m pytest -q -m "not gpu" $$($(RUN) -c 'import importlib.util as u; print("-n 2 --dist worksteal" * bool(u.find_spec("xdist")))')
 test: $(DEV) $(if $(strip $(ARGS)),,$(NEWER))
 	@$(PYTEST) $(ARGS)
 ifneq ($(NEWER),)
-	@$(if $(strip $(ARGS)),,PYTHONPATH=$(NEWER) $(PYTEST) $$(grep -l 'importorskip("triton")' tests/test_*.py))
+	@$(if $(strip $(ARGS)),,PYTHONPATH=$(NEWER) $(PYTEST) $$(grep -lE '^(triton = )?pytest.importorskip' tests/test_*.py))
 endif
 
 test-gpu: $(DEV)

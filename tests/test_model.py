@@ -24,7 +24,7 @@ from thalweg.model import (
 from thalweg.state import PAGE_TOKENS, Pages
 
 SOURCE = Path(__file__).with_name("text.txt").read_bytes()  # a text that no training file holds
-PROMPT = SOURCE[:450]  # longer than the budget of 256 tokens, so selection leaves blocks out
+PROMPT = SOURCE[:300]  # longer than the budget of 256 tokens, so selection leaves blocks out
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,31 @@ def greedy(model):
 
 def test_prefill_in_pieces_writes_the_same_text(model, greedy):
     assert write(model, [PROMPT], piece=64)[0] == greedy
-    assert write(model, [PROMPT], piece=320)[0] == greedy
+    assert write(model, [PROMPT], piece=192)[0] == greedy
+
+
+def same_caches(one, other):
+    """KDA state is bitwise the same only if its inputs are; the projections around it may round differently, and so may
+    block keys, which a step of bfloat16 separates.
+    """
+    for whole, pieces in zip(one.states, other.states):
+        for name in vars(whole):
+            a, b = getattr(whole, name), getattr(pieces, name)
+            worst = 1e-4 if a.dtype == torch.float32 else 1e-3
+            assert (a.float() - b.float()).norm() <= worst * a.float().norm(), name
 
 
 def test_token_by_token_writes_the_same_text(model, greedy):
-    session = Session(model, [len(PROMPT) + 1 + len(greedy)])
-    for token in encode(PROMPT):
-        logits = session.step(token[None])
+    """From the start, and from within a group of tokens past the budget; the caches are those of one prefill."""
+    tokens = encode(PROMPT)
+    for first, last in ((0, 22), (262, len(tokens))):
+        whole, session = (Session(model, [len(PROMPT) + 1 + len(greedy)]) for _ in range(2))
+        whole.prefill([(0, tokens[:last])])
+        if first:
+            session.prefill([(0, tokens[:first])])
+        for token in tokens[first:last]:
+            logits = session.step(token[None])
+        same_caches(whole, session)
     text = bytearray()
     for _ in greedy:
         text.append(int(logits[0].argmax()))
@@ -80,15 +98,11 @@ def test_greedy_text_of_a_fixed_prompt(model):
 
 
 def test_prefill_in_pieces_gives_the_same_caches(model):
-    """KDA state is bitwise the same only if its inputs are; the projections around it may round differently."""
     tokens, sessions = encode(PROMPT), [Session(model, [800]) for _ in range(2)]
     sessions[0].prefill([(0, tokens)])
     for [(_, start, stop)] in prefill_pieces([len(tokens)], 128):
         sessions[1].prefill([(0, tokens[start:stop])])
-    for whole, pieces in zip(*(session.states for session in sessions)):
-        for name in vars(whole):
-            a, b = getattr(whole, name).float(), getattr(pieces, name).float()
-            assert (a - b).norm() <= 1e-4 * a.norm(), name
+    same_caches(*sessions)
 
 
 def test_padding_rows_change_nothing(model):
