@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 from thalweg.kda import chunks
 from thalweg.kda.slots import good
 
@@ -54,9 +54,9 @@ class Config:
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     if device == "cpu":
-        return Config(16, 2, min(512, triton.next_power_of_2(shape.channels)), 1, "interpreted: chunks worth crossing")
+        return Config(16, 2, min(512, next_power_of_2(shape.channels)), 1, "interpreted: chunks worth crossing")
     lanes = 64 if device.startswith("gfx") else 32
-    width = min(512, triton.next_power_of_2(shape.channels))
+    width = min(512, next_power_of_2(shape.channels))
     # 8192 x 24576 in bf16: 227 us; with eight channels a lane 256 to 284, as fewer programs fit beside one another.
     return Config(64, 4, width, max(1, width // (4 * lanes)), "four channels a lane")
 
@@ -179,7 +179,7 @@ def conv(
         return
     config = config or choose(Shape(C), arch(x.device))
     with current(x.device):
-        kernel[(chunks.grid(T, N, config.tokens) * triton.cdiv(C, config.channels),)](
+        kernel[(chunks.grid(T, N, config.tokens) * cdiv(C, config.channels),)](
             x, weight, bias, cu_seqlens, conv_state, read_slots, write_slots, fresh, out,
             T, N, C, conv_state.shape[0], -1 if null_slot is None else null_slot, *x.stride(), *weight.stride(),
             bias.stride(0) if bias is not None else 0, cu_seqlens.stride(0), *conv_state.stride(),

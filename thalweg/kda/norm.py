@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from thalweg.contract import refuse
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 
 LEADING = 3  # dimensions of rows that the kernel counts in
 TOO_MANY = f"rows that can be counted in {LEADING} dimensions"
@@ -42,7 +42,7 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    width = triton.next_power_of_2(shape.V)
+    width = next_power_of_2(shape.V)
     return Config(max(1, 4096 // width), 4, "32 elements a lane: enough loads in flight, no spills")
 
 
@@ -136,9 +136,9 @@ def gated_rms_norm(
     (n0, *first), (n1, *second), (n2, *third) = leading + [(1, 0, 0, 0)] * (LEADING - dims)
     read, write, pool, null = slots or (None, None, 0, None)
     with current(o.device):
-        kernel[(triton.cdiv(n0 * n1 * n2, config.rows),)](
+        kernel[(cdiv(n0 * n1 * n2, config.rows),)](
             o, gate, weight, out, read, write, n0 * n1 * n2, n1, n2, pool, -1 if null is None else null, float(eps),
             1.0 / V, *first, *second, *third, o.stride(-1), gate.stride(-1), out.stride(-1), weight.stride(0),
             read.stride(0) if slots else 0, write.stride(0) if slots else 0,
-            V=V, BV=triton.next_power_of_2(V), ROWS=config.rows, DIMS=dims, **config.options,
+            V=V, BV=next_power_of_2(V), ROWS=config.rows, DIMS=dims, **config.options,
         )  # fmt: skip

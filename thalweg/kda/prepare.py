@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, current, next_power_of_2
 from thalweg.kda import chunks
 from thalweg.kda.anchor import anchored, frame
 from thalweg.kda.gate import LOG2E, log2_decay
@@ -81,7 +81,7 @@ def products(out_dtype: torch.dtype, device: str) -> str:
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
     form, nvidia = products(shape.out_dtype, device), device.startswith("sm_")
-    width = max(16, triton.next_power_of_2(shape.K))
+    width = max(16, next_power_of_2(shape.K))
     if anchored(shape.out_dtype, shape.gate, shape.lower_bound, shape.unit, shape.scale):
         # 128 registers are four programs a multiprocessor: 293 us at 8,192 tokens x 64 heads, against 333 at 136.
         # Without a bias, or with K = 256, the compiler needs more, and spills under the cap.

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 from thalweg.kda import chunks
 from thalweg.kda.products import halves, product
 from thalweg.kda.slots import good, row
@@ -58,8 +58,8 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    nvidia, values = device.startswith("sm_"), min(64, max(16, triton.next_power_of_2(shape.V)))
-    width = max(16, triton.next_power_of_2(shape.K))
+    nvidia, values = device.startswith("sm_"), min(64, max(16, next_power_of_2(shape.V)))
+    width = max(16, next_power_of_2(shape.K))
     if shape.out_dtype != torch.bfloat16:
         # What float32 sums lose costs registers: at K = 128 such products spill 8 bytes in eight warps, 272 in four.
         exact = not nvidia or (shape.out_dtype == torch.float32 and shape.K <= 64)
@@ -274,7 +274,7 @@ def scan(
     values = TensorDescriptor.from_tensor(v, [C, 1, config.values]) if config.bulk and bulk(v) else None
     marks = checkpoint_slots.shape[1] if checkpoint_slots is not None else 0
     with current(v.device):
-        kernel[(N * HV * triton.cdiv(V, config.values),)](
+        kernel[(N * HV * cdiv(V, config.values),)](
             *tiles, decays, values, v, cu_seqlens, state, read_slots, write_slots, fresh, checkpoint_slots, carry, out,
             T, N, first, count, HV, state.shape[0], -1 if null_slot is None else null_slot, checkpoint_every or 1,
             marks, turn, *v.stride(), cu_seqlens.stride(0), *state.stride(), read_slots.stride(0),

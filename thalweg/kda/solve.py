@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from thalweg.contract import refuse
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current
 from thalweg.kda import chunks
 from thalweg.kda.products import product
 from thalweg.kda.substitution import substitute, unstack
@@ -175,12 +175,12 @@ def solve_unit_lower(
         # Hides that a tensor is below 2 GB: where it is told so, AMD's pointer pass (Triton 3.6 and 3.9) follows the
         # unrolled rows of C = 32 and 64 for more than ten minutes.
         lower, out = (triton.reinterpret(x, x.dtype) for x in (lower, out))
-    blocks = triton.cdiv(T, C)
+    blocks = cdiv(T, C)
     packed = cu_seqlens is not None
     N = cu_seqlens.shape[0] - 1 if packed else 0
     numbers = chunks.grid(T, N, C) if packed else B * blocks
     with current(lower.device):
-        kernel[(numbers * triton.cdiv(H, config.heads),)](
+        kernel[(numbers * cdiv(H, config.heads),)](
             lower, out, cu_seqlens, T, H, N, blocks,
             lower.stride(0) if B > 1 else 0, lower.stride(1), lower.stride(2),
             out.stride(0) if B > 1 else 0, out.stride(1), out.stride(2),

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current, next_power_of_2
 from thalweg.kda.slots import good
 
 
@@ -54,7 +54,7 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    BK, BV = max(16, triton.next_power_of_2(shape.K)), triton.next_power_of_2(shape.V)
+    BK, BV = max(16, next_power_of_2(shape.K)), next_power_of_2(shape.V)
     # More lanes than channels: only then does the compiler load vectors of K where the state lies. With as many it
     # moves the state to where they lie, through shared memory: 3,112 instructions against 376 for a slice of 64 x 128.
     warps = max(1, 2 * BK // (64 if device.startswith("gfx") else 32))
@@ -66,7 +66,7 @@ def choose(shape: Shape, device: str) -> Config:
 
 def whole(K: int, V: int) -> bool:
     """Whether a program can hold all of a head's state, and so norm its outputs."""
-    return max(16, triton.next_power_of_2(K)) * triton.next_power_of_2(V) <= 2**14
+    return max(16, next_power_of_2(K)) * next_power_of_2(V) <= 2**14
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def advance(
     config = config or choose(Shape(K, V, state.element_size(), outputs, span), arch(state.device))
     zero = (0, 0, 0, 0)
     with current(state.device):
-        kernel[(B * HV * triton.cdiv(V, config.values),)](
+        kernel[(B * HV * cdiv(V, config.values),)](
             keys, pairs, values, state, read_slots, write_slots, accepted, out_gate, norm_weight, out,
             HV, slots, -1 if null_slot is None else null_slot, float(norm_eps), 1.0 / V, *state.stride(),
             *(zero if out_gate is None else out_gate.stride()), *(zero if out is None else out.stride()),

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, cdiv, current
 from thalweg.kda.products import halves, product
 
 
@@ -127,6 +127,4 @@ def invert(pairs: torch.Tensor) -> None:
         # Hides that a tensor is below 2 GB: told so, AMD's pointer pass (Triton 3.6) takes minutes on unrolled rows.
         pairs = triton.reinterpret(pairs, pairs.dtype)
     with current(pairs.device):
-        kernel[(triton.cdiv(count * HV, blocks),)](
-            pairs, count * HV, C=C, BLOCKS=blocks, num_warps=1, enable_fp_fusion=True
-        )
+        kernel[(cdiv(count * HV, blocks),)](pairs, count * HV, C=C, BLOCKS=blocks, num_warps=1, enable_fp_fusion=True)

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from thalweg.device import arch, current
+from thalweg.device import arch, current, next_power_of_2
 from thalweg.kda.gate import log_decay
 from thalweg.kda.slots import good
 
@@ -53,7 +53,7 @@ def workspace_bytes(B: int, S: int, HV: int, K: int, V: int) -> int:
 
 
 def padded(K: int) -> int:
-    return max(16, triton.next_power_of_2(K))
+    return max(16, next_power_of_2(K))
 
 
 def workspace(B: int, S: int, HV: int, K: int, V: int, device: torch.device) -> Workspace:
@@ -84,7 +84,7 @@ class Config:
 
 def choose(shape: Shape, device: str) -> Config:
     """The configuration for a shape on a device ("sm_90", "gfx950"; "cpu" under the interpreter)."""
-    width = max(padded(shape.K), triton.next_power_of_2(shape.V))
+    width = max(padded(shape.K), next_power_of_2(shape.V))
     if shape.S == 1:
         return Config(max(1, width // 32), "one channel a lane: 3.6 us against 5.0 for one row of 12 heads")
     return Config(max(1, width // 128), "four channels a lane: the many sums of several tokens stay inside a warp")
@@ -319,6 +319,6 @@ def prepare_tokens(
             conv_bias.stride(0) if conv_bias is not None else 0, A_log.stride(0) if A_log is not None else 0,
             *(dt_bias.stride() if dt_bias is not None else zero), *conv_state.stride(), read_slots.stride(0),
             write_slots.stride(0), accepted.stride(0) if accepted is not None else 0,
-            S=S, SPAN=span, K=K, V=V, W=conv_weight.shape[1], BK=padded(K), BV=triton.next_power_of_2(V), GATE=gate,
+            S=S, SPAN=span, K=K, V=V, W=conv_weight.shape[1], BK=padded(K), BV=next_power_of_2(V), GATE=gate,
             DOUBLED=allow_neg_eigval, QUERY=query, ROLL=roll, GROUP=HV // H, **config.options,
         )  # fmt: skip
