@@ -19,8 +19,8 @@ def test_every_configuration_compiles_and_spills_nothing(file):
     assert {name.split()[0] for name in rows} == set(aot.TUNED) and not aot.problems(rows)
 
 
-@pytest.mark.parametrize("stage, kernels", (("prepare", 2), ("scan", 2)))
-def test_b30_prefill_fits_a_machine_with_99_kb_of_shared_memory(stage, kernels):
+@pytest.mark.parametrize("stage, kernels", (("prepare", 2), ("scan", 2), ("qsa_attention", 8)))
+def test_b30_prefill_and_attention_fit_a_machine_with_99_kb_of_shared_memory(stage, kernels):
     """What `triton` would launch there: `aot.SHARED` is the bound, and `problems` says need and limit."""
     rows = aot.run(str(Path(__file__).parent / f"builds_{stage}.py"), "sm_120")
     assert len(rows) == kernels and not aot.problems(rows)
